@@ -1,4 +1,4 @@
-"""The tables and the plot of docs/memory.md, from bench/results/memory.json.
+"""The tables and the plot of docs/memory.md, from bench/results/memory.json and bench/results/cpu_memory.json.
 
 python bench/memory_table.py docs/memory.md docs/memory.svg     writes both: the tables between the marks in the
 document, and the plot
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
+CPU_RESULTS = RESULTS.with_name("cpu_memory.json")
 GIB = 2**30
 BEGIN, END = "<!-- begin: bench/memory_table.py -->", "<!-- end: bench/memory_table.py -->"
+CPU_BEGIN, CPU_END = "<!-- begin: bench/cpu_memory.py -->", "<!-- end: bench/cpu_memory.py -->"
 
 
 def errors(rows: list[dict[str, Any]], predicted: str, measured: str) -> list[float]:
@@ -125,12 +127,36 @@ def tables(rows: list[dict[str, Any]]) -> str:
     return "\n".join([BEGIN, *summary(rows), "", *table(rows), END])
 
 
+def cpu_table(result: dict[str, Any]) -> str:
+    """A case without an evaluation has no figures of one."""
+    lines = [
+        f"{result['machine']}; torch {result['versions']['torch']}, transformers {result['versions']['transformers']}",
+        "",
+        "| configuration | training GiB | predicted | error | evaluation GiB | predicted | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, case in result["cases"].items():
+        held = [case.get(what) for what in ("training", "evaluation")]
+        cells = (
+            f"{one['measured_bytes'] / GIB:.2f} | {one['predicted_bytes'] / GIB:.2f} | {one['error']:+.1%}"
+            if one
+            else "- | - | -"
+            for one in held
+        )
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([CPU_BEGIN, *lines, CPU_END])
+
+
+def _replaced(text: str, begin: str, end: str, new: str) -> str:
+    return text.split(begin)[0] + new + text.split(end)[1]
+
+
 def main() -> None:
     document, picture = map(Path, sys.argv[1:])
     rows = json.loads(RESULTS.read_text())
-    text = document.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    document.write_text(before + tables(rows) + rest.split(END)[1], encoding="utf-8")
+    text = _replaced(document.read_text(encoding="utf-8"), BEGIN, END, tables(rows))
+    text = _replaced(text, CPU_BEGIN, CPU_END, cpu_table(json.loads(CPU_RESULTS.read_text())))
+    document.write_text(text, encoding="utf-8")
     picture.write_text(plot(rows))
 
 

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from finefit.data.template_process import shared_process
 from finefit.facts.files import finefit_cache
 from finefit.objective.batch import Batch, Forward, LossSum
 from tests.forks import fork_workers
@@ -167,12 +168,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _without_imports() -> Iterator[None]:
     """Where no test is about how a process starts, its imports would be most of the work. Beside a card every process
-    starts as a user's does: what torch reads there, it reads when it is loaded."""
+    starts as a user's does: what torch reads there, it reads when it is loaded. The process that renders chat templates
+    lives as long as the tests."""
+    process = shared_process()
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             rehearse_here(patch)
             fork_workers(patch)
         yield
+    del process
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from finefit.artifacts.reading import open_to_append
 from finefit.run import launch
 
 # A fork of the process that runs the tests would share the lock of its progress bars: whoever is killed with it in hand
@@ -49,9 +50,9 @@ class Forked:
     def __init__(self, module: str, argument: Path, *, log: Path, lock: int, environment: Mapping[str, str]) -> None:
         with contextlib.chdir(_ROOT):  # the server imports tests from where it was started
             forkserver.ensure_running()
-        theirs, ours = os.pipe()
-        self.stdin = os.fdopen(ours, "wb")
-        with log.open("ab") as output:
+        with open_to_append(log) as output:
+            theirs, ours = os.pipe()
+            self.stdin = os.fdopen(ours, "wb")
             there = (Passed(theirs), Passed(output.fileno()), Passed(lock), dict(environment), str(Path.cwd()))
             self._process = FORKS.Process(target=_be, args=(module, str(argument), *there))
             self._process.start()

@@ -10,8 +10,10 @@ from finefit.plan import client
 
 
 def ask_here(job: client.Job, *arguments: object) -> Any:
-    from finefit.plan.worker import JOBS  # with all of torch, which most tests do without
+    from finefit.model.load import quiet  # with all of torch, which most tests do without
+    from finefit.plan.worker import JOBS
 
+    quiet()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as the process does
         return JOBS[job](*arguments)

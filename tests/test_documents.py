@@ -53,7 +53,7 @@ def test_the_committed_forecasts_meet_their_goals_but_for_those_that_the_documen
     }  # see there
     assert sum(peaks.values()) / len(peaks) < 0.02
     assert all(row["capped"]["fits"] for row in rows if row["capped"])
-    assert sum(bool(row["capped"]) for row in rows) == 56
+    assert sum(bool(row["capped"]) for row in rows) == 62
     allocated, reserved = (
         f"{sum(errors[key].values()) / len(rows):.{digits}%}"
         for key, digits in (("allocated_bytes", 3), ("reserved_bytes", 2))

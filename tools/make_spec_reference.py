@@ -76,17 +76,45 @@ def rows(
             continue
         key = f"{prefix}{field.alias or name}"
         models = [(inner, f"{key}{label}") for inner, label in _models(field.annotation)]
-        same = dict.fromkeys(f"The keys are those of `{_whole(told[inner])}`." for inner, _ in models if inner in told)
         words = [
             _text(field),
-            *(" ".join(inner.__doc__.split()) for inner, _ in models if inner.__doc__ and inner not in told),
-            *same,
+            _described([inner for inner, _ in models if inner.__doc__ and inner not in told]),
+            *_same([inner for inner, _ in models], told),
         ]
-        yield key, _kind(field.annotation, field), _default(field), " ".join(filter(None, words)).replace("|", "\\|")
+        default = _default(field) if key != "name" else "that of the file"
+        yield key, _kind(field.annotation, field), default, _joined(words)
         for inner, place in models:
             if inner not in told:
                 told[inner] = place
                 yield from rows(inner, f"{place}.", told=told)
+
+
+def _described(models: list[type[BaseModel]]) -> str:
+    """What the docstrings say; one of several kinds is named, and begins a line of its own."""
+    said = [(_tag(model), " ".join((model.__doc__ or "").split())) for model in models]
+    if not any(tag for tag, _ in said):
+        return " ".join(text for _, text in said)
+    return "".join(f"<br>{text}" if text.startswith(f"`{tag}`") else f"<br>`{tag}`: {text}" for tag, text in said)
+
+
+def _same(models: list[type[BaseModel]], told: dict[type[BaseModel], str]) -> Iterator[str]:
+    """Where keys stand already. Of several kinds of which others are described here, each place begins a line."""
+    places: dict[str, list[str]] = {}
+    for model in models:
+        if model in told:
+            places.setdefault(_whole(told[model]), []).append(_tag(model))
+    is_mixed = any(_tag(model) and model.__doc__ and model not in told for model in models) or len(places) > 1
+    for place, tags in places.items():
+        kinds = ", ".join(f"`{tag}`" for tag in tags if tag)
+        yield (
+            f"<br>{kinds}: The keys are those of `{place}`."
+            if is_mixed and kinds
+            else f"The keys are those of `{place}`."
+        )
+
+
+def _joined(words: list[str]) -> str:
+    return " ".join(filter(None, words)).replace(" <br>", "<br>").removeprefix("<br>").replace("|", "\\|")
 
 
 def _whole(place: str) -> str:
@@ -151,7 +179,7 @@ def _bounds(field: FieldInfo | None) -> str:
 
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
-        return "required" if field.default_factory is None else "none"
+        return "required" if field.default_factory is None else "none" if _is_empty(field) else "see right"
     value = field.default
     if isinstance(value, BaseModel):
         return (
@@ -160,6 +188,10 @@ def _default(field: FieldInfo) -> str:
             else (f"`{{kind: {_tag(type(value))}}}`" if _tag(type(value)) else "see below")
         )
     return "none" if value in (None, ()) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _is_empty(field: FieldInfo) -> bool:
+    return field.default_factory in (dict, list)
 
 
 def _text(field: FieldInfo) -> str:

@@ -6,6 +6,7 @@ FinefitError                   70  a fault of ours, if it reaches the user bare
 │   ├── DataError                  a row or a data file
 │   ├── ModelError                 weights, tokenizer, adapter targets
 │   └── RunError                   a run directory: locked, changed inputs, a foreign checkpoint
+│       └── OtherVersion           a record of another version of finefit
 ├── FindingError                1  the run was stopped by what it found
 │   └── Diverged                   a loss or gradient that is not finite
 └── Resumable                   3  stopped early; the same command goes on
@@ -48,6 +49,10 @@ class ModelError(UserError):
 
 
 class RunError(UserError):
+    pass
+
+
+class OtherVersion(RunError):
     pass
 
 

@@ -128,7 +128,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         "model.safetensors is not in the manifest",
     ),
     "replaced by a folder": (lambda c: _fold(c / "config.json"), "config.json is missing"),
-    "manifest replaced by a folder": (lambda c: _fold(c / MANIFEST), "cannot be read: Is a directory"),
+    "manifest replaced by a folder": (lambda c: _fold(c / MANIFEST), f"{MANIFEST} is a folder"),
 }
 
 

@@ -82,7 +82,7 @@ MISTAKES: dict[str, tuple[Spoil, str, str]] = {
     "a data file that is not there": (
         _spec(("train.jsonl", "trian.jsonl")),
         "trian.jsonl does not exist",
-        "relative to the spec file",
+        "did you mean train.jsonl? paths are relative to the spec file",
     ),
     "an empty data file": (_train(""), "train.jsonl holds no rows", "fetch the file again, or take it out of the spec"),
     "a data file of empty lines": (_train("\n\n"), "train.jsonl holds no rows", "fetch the file again"),
@@ -145,7 +145,7 @@ MISTAKES: dict[str, tuple[Spoil, str, str]] = {
     ),
     "all rows longer than max_tokens": (
         _spec(("data:", "data:\n  max_tokens: 20")),
-        "no train row is left",
+        "train rows is left: ",
         "raise data.max_tokens",
     ),
     "answers that the template leaves out": (
@@ -160,12 +160,12 @@ MISTAKES: dict[str, tuple[Spoil, str, str]] = {
     ),
     "a model without tokenizer": (
         lambda folder: (folder / "model" / "tokenizer.json").unlink(),
-        "model has no tokenizer that can be loaded",
-        "put all of the model's tokenizer files there",
+        "model has no tokenizer, so no row can be read",
+        "put the model's tokenizer.json and tokenizer_config.json there",
     ),
     "a tokenizer that is cut off": (
         lambda folder: (folder / "model" / "tokenizer.json").write_text("{"),
-        "model has no tokenizer that can be loaded",
+        "model cannot be read: ",
         "put all of the model's tokenizer files there",
     ),
     "judged answers": (
@@ -257,9 +257,7 @@ def test_what_is_refused_before_it_starts_leaves_no_run_behind(folder: Path, fin
     assert not (folder / "runs").exists() or list((folder / "runs").iterdir()) == []
 
 
-def test_a_target_that_matches_no_layer_comes_from_the_rehearsal_to_the_user_as_what_it_is(
-    folder: Path, finefit: Finefit
-) -> None:
+def test_a_target_that_matches_no_layer_comes_to_the_user_as_what_it_is(folder: Path, finefit: Finefit) -> None:
     rewrite(folder / "spec.yaml", ("rank: 4", "rank: 4, targets: [q_porj]"))
     answer = finefit("run", "spec.yaml", "--json")
     error = answer.document["error"]
@@ -267,7 +265,7 @@ def test_a_target_that_matches_no_layer_comes_from_the_rehearsal_to_the_user_as_
     assert error["problem"] == "tuning.targets: q_porj matches no linear layer of the model"
     assert error["remedy"].startswith("its linear layers are down_proj, gate_proj")
     assert f"error: {error['problem']}\n{error['remedy']}" in answer.err
-    assert list((folder / "runs").iterdir()) == []
+    assert not (folder / "runs").exists()
 
 
 def test_all_that_is_wrong_with_a_spec_is_told_at_once(folder: Path, finefit: Finefit) -> None:
@@ -282,6 +280,14 @@ def test_all_that_is_wrong_with_a_spec_is_told_at_once(folder: Path, finefit: Fi
         (("run", "sepc.yaml"), "sepc.yaml: there is no such file", "did you mean `spec.yaml`?"),
         (("run", "spec.yaml", "--set", "nonsense"), "--set nonsense: this is not an override", "write key.path=value"),
         (("run", "."), ". is not a run directory", "runs lie under"),
+        (("eval", "spec.yaml"), "spec.yaml is a spec, and `eval` scores", "give `finefit run spec.yaml` first"),
+        (("eval", "runs/tiny-1"), "the run runs/tiny-1 does not exist yet", "`finefit run SPEC` makes one"),
+        (("check", "train.jsonl"), "train.jsonl is a data file", "data: {train: [{path: train.jsonl}]}"),
+        (
+            ("plan", "spec.yaml", "--card", "MI300X"),
+            "card 'MI300X' is not known; finefit plans",
+            "give a card",
+        ),
         (("eval", "nowhere"), "nowhere is not a run directory", "name a run directory, a folder with a model"),
         (("watch", "model"), "model is not a run directory", "runs lie under"),
         (("recipes", "dmeo"), "there is no recipe dmeo", ""),

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from finefit.facts.files import finefit_cache
+from finefit.run.check_stages import check_pipeline
+from finefit.spec.load import load_pipeline
 from tests.cli.conftest import Finefit, rewrite
 from tests.cli.test_plan import STAGES
 from tests.conftest import make_model_folder, make_rows, make_tokenizer, write_jsonl
@@ -392,3 +394,32 @@ def test_examples_are_shown_of_every_stage_whose_rows_are_there(stages: Path, fi
     answer = finefit("check", stages.name, "--show", "1")
     assert answer.code == 0
     assert answer.out.count("example 1\n") == 2
+
+
+def _without_usable_row(folder: Path) -> None:
+    rows = (folder / "train.jsonl").read_text(encoding="utf-8").replace("assistant", "user")
+    (folder / "train.jsonl").write_text(rows, encoding="utf-8")
+
+
+@pytest.mark.parametrize("spoil", [lambda folder: (folder / "train.jsonl").unlink(), _without_usable_row])
+def test_rows_of_which_none_is_there_or_left_are_reported_without_a_rehearsal(
+    folder: Path, spoil: Callable[[Path], None]
+) -> None:
+    spoil(folder)
+    found = check_pipeline(load_pipeline(folder / "spec.yaml"), folder, folder / "runs")
+    assert found.has_errors
+    assert found.stages["sft"].forecast is None
+
+
+@pytest.mark.parametrize("verb", ["check", "run"])
+def test_a_hostile_chat_template_is_refused_with_its_model_the_limit_and_what_to_do(
+    verb: str, folder: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finefit.data.template_process.SECONDS", 0.5)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    (folder / "model/chat_template.jinja").write_text(loop)
+    answer = finefit(verb, "spec.yaml")
+    assert answer.code == 2
+    assert f"{folder / 'model'} takes more than 0.6 s of processor time for 1 conversation" in answer.err
+    assert "use the template that belongs to the model" in answer.err
+    assert not list(folder.glob("runs/tiny-*"))

@@ -64,6 +64,7 @@ def test_a_run_says_whose_code_it_runs_keeps_a_copy_and_refuses_a_changed_one(he
     assert "model.file (model/my_model.py): " in refused.err
 
 
+@pytest.mark.slow
 def test_a_changed_file_is_another_run(here: Path, finefit: Finefit) -> None:
     spec = make_custom_project(
         here, rows=4, schedule={"steps": 1}, evaluate=None, data={"train": [{"path": "train.jsonl"}]}
@@ -81,6 +82,7 @@ def image(folder: Path, name: str) -> str:
     return name
 
 
+@pytest.mark.slow
 def test_a_row_with_another_number_of_views_is_named_before_anything_runs(here: Path, finefit: Finefit) -> None:
     make_custom_project(
         here,

@@ -3,14 +3,20 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.records import read_record
+from finefit.artifacts.records import read_record, write_record
 from finefit.artifacts.rundir import StageDir
-from finefit.artifacts.stage_records import EvalFailure
+from finefit.artifacts.stage_records import EvalFailure, EvalResult
+from finefit.data.rows import Row
+from finefit.evaluate import worker
+from finefit.evaluate.generate import AnswerModel, ItemReply, generate
+from finefit.tasks import Task
 from tests.cli.conftest import STAGE, Answer, Finefit, files_with_times
+from tests.conftest import write_jsonl
 
 RUN = "runs/tiny-1"
 
@@ -78,6 +84,72 @@ def test_a_sample_takes_the_answers_that_are_there_and_leaves_them_there(finishe
     assert items.read_bytes() == before
 
 
+@pytest.fixture
+def generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with a line for each item that a model is asked for; evaluations run in this process."""
+    path = tmp_path / "generated"
+
+    def counting(speaker: AnswerModel, task: Task, rows: Mapping[int, Row]) -> Iterator[ItemReply]:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{task.name} {at}\n" for at in rows)
+        yield from generate(speaker, task, rows)
+
+    def evaluate_here(_module: str, request: Path, **_: object) -> int:
+        job = worker.read_job(request.resolve())
+        write_record(job.paths.result, worker.evaluate(job))
+        return 0
+
+    path.touch()
+    monkeypatch.setattr("finefit.evaluate.worker.generate", counting)
+    monkeypatch.setattr("finefit.run.evaluation.launch", evaluate_here)
+    return path
+
+
+def test_another_task_scores_the_answers_that_were_generated_for_the_first(
+    finished: Path, finefit: Finefit, generated: Path
+) -> None:
+    where = StageDir(finished / RUN / STAGE)
+    first = read_record(where.evaluation("json_match", "base").result, EvalResult)
+    for task in ("chrf", "exact_match"):
+        assert _scored(finefit("eval", RUN, "--checkpoint", "base", "--task", task, "--max-new-tokens", "8", "--json"))
+        found = read_record(where.evaluation(task, "base").result, EvalResult)
+        assert [(item.answer, item.prompt, item.new_tokens, item.is_cut) for item in found.items] == [
+            (item.answer, item.prompt, item.new_tokens, item.is_cut) for item in first.items
+        ]
+        assert {item.taken_from for item in found.items} == {"json_match"}
+        assert found.peak_bytes is None  # no model was loaded
+    assert generated.read_text() == ""
+
+
+def test_only_items_that_nobody_has_answered_alike_are_generated(
+    finished: Path, finefit: Finefit, generated: Path
+) -> None:
+    where = StageDir(finished / RUN / STAGE)
+    items = where.evaluation("json_match", "base").items
+    items.write_text("".join(items.read_text().splitlines(keepends=True)[:2]))
+    answered = {item["item"] for item in map(json.loads, items.read_text().splitlines())}
+    finefit("eval", RUN, "--checkpoint", "base", "--task", "chrf", "--max-new-tokens", "8")
+    assert generated.read_text().split("\n")[:-1] == [f"chrf {at}" for at in range(5) if at not in answered]
+    taken = {
+        item.item for item in read_record(where.evaluation("chrf", "base").result, EvalResult).items if item.taken_from
+    }
+    assert taken == answered
+    generated.write_text("")
+    finefit("eval", RUN, "--checkpoint", "base", "--task", "exact_match", "--max-new-tokens", "7")
+    assert len(generated.read_text().splitlines()) == 5  # other decoding, other answers
+
+
+def test_a_metric_of_short_answers_warns_of_long_references(finished: Path, finefit: Finefit) -> None:
+    long = [{"prompt": f"{at} + 1?", "completion": f"{'We count. ' * 15}#### {at + 1}"} for at in range(3)]
+    write_jsonl(finished / "long.jsonl", long)
+    answer = finefit("eval", RUN, "--data", "long.jsonl", "--task", "exact_match", "--max-new-tokens", "4")
+    warning = next(line for line in answer.out.splitlines() if line.startswith("warning: exact_match"))
+    assert "3 of 3 references have more than 120 characters" in warning
+    assert "rouge or chrf" in warning
+    other = finefit("eval", RUN, "--data", "long.jsonl", "--task", "rouge", "--max-new-tokens", "4")
+    assert "warning: rouge" not in other.out
+
+
 def test_a_killed_evaluation_goes_on_at_its_next_item(finished: Path, finefit: Finefit) -> None:
     where = StageDir(finished / RUN / STAGE)
     items = where.evaluation("json_match", "base").items
@@ -93,6 +165,7 @@ def test_a_killed_evaluation_goes_on_at_its_next_item(finished: Path, finefit: F
     assert len(items.read_text().splitlines()) == 6  # two, the torn one closed, three
 
 
+@pytest.mark.slow
 def test_answers_end_with_the_launcher_that_asked_for_them(finished: Path) -> None:
     """The end of standard input stands for a launcher that was killed."""
     paths = StageDir(finished / RUN / STAGE).evaluation("json_match", "base")

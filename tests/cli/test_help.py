@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from finefit import __version__
 from tests.cli.conftest import process, processor_seconds
 
 VERBS = ("run", "eval", "compare", "review", "watch", "demo", "recipes", "doctor")
@@ -30,6 +31,11 @@ def test_help_names_every_verb_and_every_exit_code(tmp_path: Path) -> None:
         "Exit codes: 0 done, 1 a finding, 2 a mistake in spec, data or arguments, 3 interrupted and resumable, "
         "70 a fault of finefit."
     ) in shown
+
+
+def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:
+    answer = process("--version", cwd=tmp_path)
+    assert (answer.code, answer.out) == (0, f"finefit {__version__}\n")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["recipes"]])

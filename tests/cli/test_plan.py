@@ -290,6 +290,7 @@ def test_a_plan_shows_every_stage_before_any_of_them_has_run(stages: Path, finef
     assert "sft fits: " not in only.out
 
 
+@pytest.mark.slow
 def test_a_stage_that_does_not_fit_is_named_and_a_change_is_written_into_it(by_hand: Path, finefit: Finefit) -> None:
     refused = finefit("plan", by_hand.name, *TOO_SMALL)
     assert refused.code == 1

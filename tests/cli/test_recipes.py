@@ -13,6 +13,7 @@ from finefit.recipes import Recipe, all_recipes
 from finefit.spec.data import HeldOut, Source
 from finefit.spec.load import load_any, whole_text
 from tests.cli.conftest import Finefit
+from tests.conftest import make_model_folder
 
 RECIPES = all_recipes()
 
@@ -52,6 +53,20 @@ def test_the_list_names_each_recipe_with_its_purpose(finefit: Finefit) -> None:
     assert [line.split()[0] for line in shown] == [recipe.name for recipe in RECIPES]
     assert all(recipe.purpose in line for recipe, line in zip(RECIPES, shown, strict=True))
     assert [entry["name"] for entry in finefit("recipes", "--json").document] == [recipe.name for recipe in RECIPES]
+
+
+def test_the_chat_recipe_trains_with_the_user_s_model_and_nothing_else_changed(
+    tmp_path: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert finefit("recipes", "chat", "--to", "mine").code == 0
+    make_model_folder(tmp_path / "mine" / "model")
+    own = ("--set", "model={kind: folder, path: model}", "--set", "device=cpu")
+    checked = finefit("check", "mine/spec.yaml", *own, "--json").document
+    assert (checked["ok"], checked["ledger"]["used"]) == (True, 24)
+    document = finefit("run", "mine/spec.yaml", *own, "--json").document
+    assert (document["status"], document["result"]["step"]) == ("finished", 9)
+    assert (Path(document["checkpoints"]) / "final" / "adapter_config.json").is_file()
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)

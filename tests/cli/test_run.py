@@ -105,6 +105,7 @@ def test_new_and_a_changed_spec_each_start_the_next_run(
     }
 
 
+@pytest.mark.slow
 def test_a_run_that_was_ended_by_sigterm_goes_on_in_its_directory(folder: Path, finefit: Finefit) -> None:
     rewrite(folder / "spec.yaml", ("epochs: 2", "epochs: 40"), ("3 steps", "1000 steps"), ("evaluate:", "# evaluate:"))
     metrics = folder / "runs/tiny-1" / STAGE / "metrics.jsonl"

@@ -84,6 +84,8 @@ def test_a_run_is_told_stage_by_stage_and_the_second_has_nothing_to_do(folder: P
     assert "  second.txt: 1 files, 12 bytes" in first.out
     assert "memory in its processes: before 0.00 GiB, peak 0." in first.out
     assert calls(folder) == ["first", "second", "third"]
+    places = [line.split()[1] for line in first.out.splitlines() if line.startswith(("first  ", "second  "))][-2:]
+    assert [sorted(path.name for path in Path(place).iterdir()) for place in places] == [["first.txt"], ["second.txt"]]
     again = finefit("run", "spec.yaml")
     assert "runs/chain-1 is finished already; --new starts another run" in again.out
     assert "is finished already" in finefit("run", "runs/chain-1").out
@@ -175,10 +177,11 @@ def test_one_stage_alone_in_a_new_run_shows_where_those_lie_that_it_stands_on(fi
     assert "stage first (python) is reused: chain-1 has made it" in answer.out
     document = finefit("watch", "runs/chain-2", "--json").document
     assert [(stage["status"], stage["place"]) for stage in document["stages"]] == [
-        ("done", "runs/chain-1/stages/1-first"),
-        ("done", "runs/chain-1/stages/2-second"),
-        ("done", "runs/chain-2/third"),
+        ("done", "runs/chain-1/stages/1-first/output"),
+        ("done", "runs/chain-1/stages/2-second/output"),
+        ("done", "runs/chain-2/stages/3-third/output"),
     ]
+    assert all(Path(stage["place"]).is_dir() for stage in document["stages"])
     assert find_run(Path("runs/chain-2/second/output")) == Path("runs/chain-1/stages/2-second/output")
     assert document["status"] == "finished"
 
@@ -297,6 +300,7 @@ def _weights(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): tree_digest(path) for path in found}
 
 
+@pytest.mark.slow
 def test_trainings_go_on_from_one_another(trained: Finished) -> None:
     assert (trained.answer.code, trained.answer.document["status"]) == (0, "finished")
     runs = [RunDir(trained.folder / f"runs/chain-1/stages/{place}") for place in ("1-whole", "2-sft", "3-more")]
@@ -313,6 +317,7 @@ def test_trainings_go_on_from_one_another(trained: Finished) -> None:
     assert len(_weights(trained.folder)) == len({*_weights(trained.folder).values()})
 
 
+@pytest.mark.slow
 def test_what_a_training_held_is_recorded(trained: Finished) -> None:
     for stage in trained.answer.document["stages"]:
         memory = stage["memory"]
@@ -322,6 +327,7 @@ def test_what_a_training_held_is_recorded(trained: Finished) -> None:
     assert list(plan["forecasts"]) == ["whole", "sft", "more"]
 
 
+@pytest.mark.slow
 def test_a_stage_is_a_run_of_its_own(trained: Finished, finefit: Finefit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trained.folder)
     assert finefit("watch", "runs/chain-1/sft", "--json").document["status"] == "finished"
@@ -358,6 +364,7 @@ def again(trained: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return tmp_path / "project"
 
 
+@pytest.mark.slow
 def test_a_training_that_is_made_again_is_kept_with_what_people_said_of_it(again: Path, finefit: Finefit) -> None:
     stages = again / "runs/chain-1/stages"
     reviews = stages / "3-more/reviews/me.jsonl"
@@ -376,6 +383,7 @@ def test_a_training_that_is_made_again_is_kept_with_what_people_said_of_it(again
     assert kept.exists()
 
 
+@pytest.mark.slow
 def test_a_training_whose_records_were_taken_away_is_made_again(again: Path, finefit: Finefit) -> None:
     stages = again / "runs/chain-1/stages"
     shutil.rmtree(stages / "2-sft/stages")

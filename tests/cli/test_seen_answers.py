@@ -38,6 +38,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_answers_made_elsewhere_are_compared_with_those_of_a_model_to_the_same_images(
     project: Path, finefit: Finefit
 ) -> None:

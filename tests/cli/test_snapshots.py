@@ -123,3 +123,24 @@ def test_recipes(tmp_path: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPat
     transcript = Transcript(folder=tmp_path)
     _record(transcript, finefit, "recipes", "recipes demo --to my-demo", "recipes nothing")
     transcript.check("recipes")
+
+
+def test_mistakes(folder: Path, finefit: Finefit) -> None:
+    """What a newcomer mistypes, verb by verb."""
+    (folder / "other.yaml").write_text("base_model: a/b\nsequence_len: 2048\nlora_r: 8\n", encoding="utf-8")
+    transcript = Transcript(folder=folder)
+    _record(
+        transcript,
+        finefit,
+        "check train.jsonl",
+        "check other.yaml",
+        "check sepc.yaml",
+        "check /dev/zero",
+        "check spec.yaml --set optimizer.lr=2",
+        "check spec.yaml --set learning_rate=1e-4",
+        "plan spec.yaml --card MI300X",
+        "run spec.yaml --set data.train.0.path=trian.jsonl",
+        "eval spec.yaml",
+        "eval runs/tiny-1",
+    )
+    transcript.check("mistakes")

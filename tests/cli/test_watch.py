@@ -18,12 +18,23 @@ def test_where_a_finished_run_stands_is_one_document(finefit: Finefit) -> None:
     assert Path(document["checkpoints"]).is_dir()
 
 
+@pytest.mark.usefixtures("finished")
+def test_a_finished_run_shows_its_scores_and_where_its_model_lies(finefit: Finefit) -> None:
+    shown = finefit("watch", "runs/tiny-1").out.splitlines()
+    assert any(line.startswith("json_match, 95 %") for line in shown)
+    model = next(line.split()[1] for line in shown if line.startswith("model "))
+    assert (Path(model) / "adapter_config.json").is_file()
+    assert "an adapter of model: peft loads it" in "\n".join(shown)
+    assert shown[-1] == "runs/tiny-1 is finished"
+
+
 def test_a_run_that_was_killed_is_stopped_and_says_how_to_go_on(finished: Path, finefit: Finefit) -> None:
     rewrite(finished / "runs/tiny-1/run.json", ('"finished"', '"running"'))
     assert finefit("watch", "runs/tiny-1").out.endswith("runs/tiny-1 is stopped\nnext     finefit run runs/tiny-1\n")
     assert finefit("watch", "runs/tiny-1", "--json").document["status"] == "stopped"
 
 
+@pytest.mark.slow
 def test_a_detached_run_can_be_followed_at_once_and_to_its_end(folder: Path, finefit: Finefit) -> None:
     rewrite(folder / "spec.yaml", ("evaluate:", "# evaluate:"))
     detached = process("run", "spec.yaml", "--detach", "--json", cwd=folder)

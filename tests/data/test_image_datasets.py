@@ -185,8 +185,8 @@ def test_ocrvqa_asks_many_questions_of_an_image_and_numbers_its_splits(tmp_path:
         for split in ("validation", "test")
     }
     assert found == {
-        "validation": [("dataset.json:2 (1)", "Who?", "You", [2])],
-        "test": [("dataset.json:3 (1)", "Who?", "They", [3])],
+        "validation": [("record 2 of dataset.json (1)", "Who?", "You", [2])],
+        "test": [("record 3 of dataset.json (1)", "Who?", "They", [3])],
     }
     train = _open(tmp_path, "dataset.json")
     assert [_asked(row) for row in _rows(train)] == [("Who?", "I", [1]), ("What?", "A book", [1])]
@@ -211,7 +211,9 @@ def test_a_record_that_tells_no_split_is_a_bad_one(tmp_path: Path) -> None:
     without = {name: value for name, value in OCRVQA["000215949X"].items() if name != "split"}
     _write(tmp_path / "dataset.json", OCRVQA | {"000215949X": without})
     bad = [row for row in _open(tmp_path, "dataset.json").rows() if isinstance(row, BadRow)]
-    assert [(row.place, row.reason) for row in bad] == [("dataset.json:2", "has no split, by which rows are chosen")]
+    assert [(row.place, row.reason) for row in bad] == [
+        ("record 2 of dataset.json", "has no split, by which rows are chosen")
+    ]
 
 
 def _vqav2(tmp_path: Path, *, subtype: str = "val2014", **annotation: Any) -> SourceReader:
@@ -361,7 +363,7 @@ def test_items_that_differ_by_their_image_alone_are_two_items(tmp_path: Path) ->
     assert first == third != second  # by content, whatever it is called
     assert [key_of(item) for item in read_items(tmp_path / "test.jsonl")] == keys
     assert key_of(replace(rows[0], images=(), image_refs=())) not in keys
-    with pytest.raises(FinefitError, match=r"a\.json:1 has images that have not been checked yet"):
+    with pytest.raises(FinefitError, match=r"record 1 of a\.json has images that have not been checked yet"):
         key_of(found[0])
 
 

@@ -1,6 +1,7 @@
 """Sources in, examples and a ledger out: used + dropped = read, and what was dropped has its place and its reason."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ruamel.yaml import YAML
 
 from finefit.artifacts.atomic import read_lines
 from finefit.artifacts.stage_records import Preparation, SourceLedger
@@ -183,6 +185,17 @@ def test_text_that_the_tokenizer_reads_as_a_control_token_is_named(tmp_path: Pat
     write_jsonl(tmp_path / "a.jsonl", [qa(0), {"question": "say <|end|> now", "answer": "no"}])
     (fault,) = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}]})[0].problems
     assert (fault.kind, fault.lines) == ("special token", ("a.jsonl:2 holds <|end|>",))
+
+
+def test_placeholders_that_nobody_filled_in_are_named(tmp_path: Path, tokenizer: Path) -> None:
+    rows = [qa(0), {"question": "who are you", "answer": "I am {{name}} by {{ author }}, not {{1}} or {name}"}]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    write_jsonl(tmp_path / "t.jsonl", [{"question": "and who am {{ I }}", "answer": "you"}])
+    found = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}], "test": {"path": "t.jsonl"}})[0].problems
+    assert {(fault.kind, fault.split): fault.lines for fault in found} == {
+        ("placeholder", "train"): ("a.jsonl:2 holds {{name}}, {{ author }}",),
+        ("placeholder", "test"): ("t.jsonl:1 holds {{ I }}",),
+    }
 
 
 def test_several_processes_write_the_same_bytes_as_one(
@@ -369,3 +382,53 @@ def test_chunks_hold_every_row_in_order_and_end_where_they_are_full(
     for chunk in chunks:
         assert 1 <= len(chunk) <= max_rows
         assert sum(len(row.text) for row in chunk[:-1]) < max_characters
+
+
+@pytest.mark.parametrize("mark", ["<audio>", "<video>"])
+def test_prompts_about_a_recording_that_text_cannot_hold_are_refused_and_a_few_that_speak_of_html_are_not(
+    tmp_path: Path, tokenizer: Path, mark: str
+) -> None:
+    rows = [row | {"question": f"{mark} {row['question']}"} for row in map(qa, range(6))]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError, match=f"has {mark} in the prompts of 6 of its first 6 rows"):
+        prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}]})
+    write_jsonl(tmp_path / "a.jsonl", [*rows[:2], *map(qa, range(10, 15))])
+    found, _ = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}]})
+    assert source(found).used == 7
+
+
+ASKED, GOOD = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASKED, GOOD], "label": True},
+        {"messages": [ASKED, GOOD], "kto_tag": True, "system": "Be brief."},
+        {"prompt": "2+2", "completion": "4", "label": True},
+        {"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD | {"content": "5"}]},
+        {"chosen_messages": [ASKED, GOOD], "rejected_messages": [ASKED, GOOD | {"content": "5"}]},
+        {"question": "2+2", "context": "c", "chosen": "4", "rejected": "5"},
+    ],
+)
+def test_what_is_suggested_for_rows_of_another_objective_can_be_written_and_works(
+    tmp_path: Path, tokenizer: Path, split: str, row: dict[str, Any]
+) -> None:
+    judged = next((name for name in ("label", "kto_tag") if name in row), None)
+    if judged is None and split == "test":  # test rows may be pairs
+        return
+    bad = row | ({judged: False} if judged else {"id": 1})
+    write_jsonl(tmp_path / "a.jsonl", [row, bad])
+    write_jsonl(tmp_path / "b.jsonl", [qa(1)])
+    named = {"train": [{"path": "b.jsonl"}], split: {"path": "a.jsonl"} if split == "test" else [{"path": "a.jsonl"}]}
+    with pytest.raises(DataError) as refused:
+        prepared(tmp_path, tokenizer, named)
+    assert (judged is not None and split == "train") == ("KTO" in refused.value.problem)
+    source_of = {"path": "a.jsonl"}
+    for key in ("where", "fields"):
+        if found := re.search(rf"{key}: (\{{.*?\}}(?=$|;| and ))", refused.value.remedy):
+            source_of |= {key: YAML(typ="safe").load(found[1])}
+    named[split] = source_of if split == "test" else [source_of]
+    ledger = source(prepared(tmp_path, tokenizer, named)[0], split)
+    assert ledger.used == (1 if judged else 2)

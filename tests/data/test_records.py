@@ -1,13 +1,18 @@
 import csv
 import gzip
 import json
+import os
 import random
+import resource
+import zipfile
 from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,9 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finefit.data import records
-from finefit.data.files import DataFile, UnreadableFile, find_files
+from finefit.data.columns import RecordError
+from finefit.data.files import FREE_EXPANSION, MAX_RECORD, DataFile, UnreadableFile, find_files
+from finefit.data.images import decode
 from finefit.data.records import DataRecord, Unit, is_amr, read_records
-from finefit.data.rows import BadRow
+from finefit.data.rows import BadRow, Image
 from finefit.errors import DataError
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -75,8 +82,10 @@ def test_line_separators_inside_a_string_do_not_end_a_line(tmp_path: Path) -> No
         ("true", "is a truth value, not an object"),
         ('"x"', "is a string, not an object"),
         ('{"a": tru}', "is not JSON: Expecting value at column 7"),
+        ('{"a": "b\tc"}', "is not JSON: Invalid control character at column 9"),
+        ('{"a": "b', "is not JSON: Unterminated string at column 7"),
         (f"{LINE} {LINE}", f"is not JSON: more follows at column {len(LINE) + 1}"),
-        ('{"a": ' + "[" * 100_000, "is not JSON: it is nested too deep"),
+        ('{"a": ' + "[" * 100_000, "is not JSON: it is nested too deep: at most about 1,000 levels are read"),
         ('{"a": {"b": ["\\ud83d"]}}', "a holds half a character, \\ud83d, which no tokenizer takes"),
         ('{"\\uDC00": 1}', "\\udc00 holds half a character, \\udc00, which no tokenizer takes"),
     ],
@@ -88,6 +97,19 @@ def test_a_line_that_is_no_record_is_told_and_reading_goes_on(tmp_path: Path, li
         BadRow("rows.jsonl", 2, reason),
         DataRecord("rows.jsonl", 3, GOOD),
     ]
+
+
+def test_a_line_is_named_as_editors_name_it_and_any_other_record_by_its_number(tmp_path: Path) -> None:
+    lines, array = f"{LINE}\n\n{LINE}\n", f"[{LINE}, {LINE}]"
+    cases = {
+        "rows.jsonl": (lines, "rows.jsonl:3"),
+        "rows.json": (array, "record 2 of rows.json"),
+        "lines.json": (lines, "record 2 of lines.json"),
+        "rows.csv": ("text\n\na\nb\n", "record 2 of rows.csv"),
+    }
+    for name, (content, place) in cases.items():
+        second = _read(tmp_path, name, content)[1]
+        assert second.place == place
 
 
 def test_a_number_beyond_reading_is_told(tmp_path: Path) -> None:
@@ -441,6 +463,52 @@ def test_gzip_that_breaks_off_is_told_with_the_last_row_before_it(tmp_path: Path
     assert "it is not a whole gzip file" in _fault(tmp_path, "rows.jsonl.gz", LINE)
 
 
+@pytest.mark.parametrize("cut", [slice(None, -1), slice(None, -6)])
+def test_damaged_gzip_whose_content_is_not_utf_8_is_told_as_gzip(tmp_path: Path, cut: slice) -> None:
+    for content in (b"\xff\n", b'{"a": "\xff"}\n', b"[\xff"):
+        for name in ("rows.jsonl.gz", "rows.json.gz", "rows.csv.gz", "rows.txt.gz"):
+            assert "it is not a whole gzip file" in _fault(tmp_path, name, gzip.compress(content * 9)[cut], "line")
+    wrong_sum = gzip.compress(b"\xff\n")[:-8] + bytes(4) + gzip.compress(b"\xff\n")[-4:]
+    assert "it is not a whole gzip file" in _fault(tmp_path, "rows.jsonl.gz", wrong_sum)
+
+
+BOMB = gzip.compress(b"[" + b" " * FREE_EXPANSION, compresslevel=1)
+UNCLOSED = 'prompt,answer\na,"' + ("0" * 999_999 + "\n") * 68
+
+
+@pytest.mark.parametrize("name", ["rows.json.gz", "rows.jsonl.gz", "rows.csv.gz", "rows.txt.gz"])
+def test_gzip_that_unpacks_to_more_than_any_data_is_refused_with_its_sizes(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError) as caught:
+        _read(tmp_path, name, BOMB, "document")
+    assert f"its {len(BOMB):,} bytes unpack to " in caught.value.problem
+    assert "at most 100 times the size is read" in caught.value.problem
+    assert "gunzip" in caught.value.remedy
+
+
+def test_parquet_that_unpacks_to_more_than_any_data_is_refused(tmp_path: Path) -> None:
+    table = pa.table({"text": ["0" * (1 << 20)] * 65})
+    pq.write_table(table, tmp_path / "rows.parquet", compression="zstd", use_dictionary=False)
+    problem = _fault(tmp_path, "rows.parquet", (tmp_path / "rows.parquet").read_bytes())
+    assert "at most 100 times the size is read" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "reason"),
+    [
+        ("rows.jsonl", LINE + "\n", "after row 1: a line is longer than 67,108,864 characters"),
+        ("rows.json", f'[{LINE}, "', "after row 1: a JSON value is longer than 67,108,864 characters"),
+        ("rows.csv", "prompt,answer\na,b\n", "after row 1: a line is longer than 67,108,864 characters"),
+        ("rows.txt", "a\n", "after row 1: a line is longer than 67,108,864 characters"),
+        ("quote.csv", UNCLOSED, "a column is longer than 67,108,864 characters"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_record_that_would_fill_the_memory_is_refused_with_the_limit(
+    tmp_path: Path, name: str, start: str, reason: str
+) -> None:
+    assert reason in _fault(tmp_path, name, start + "0" * (MAX_RECORD + (2 << 20)), "line")
+
+
 # Laws
 
 TEXT = st.text(max_size=12) | st.sampled_from(["", '"', "\n", "\r\n", ",", "\\", "\u2028", "\ufeff", "'\t'"])
@@ -556,18 +624,57 @@ def _outcome(file: DataFile, unit: Unit | None) -> list[int] | DataError:
         return error
 
 
-def test_mutated_files_and_noise_never_raise_anything_but_a_data_error(tmp_path: Path) -> None:
+NUM_FUZZED = int(os.environ.get("FINEFIT_FUZZ", "300"))
+
+
+@pytest.mark.parametrize("count", [NUM_FUZZED, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_mutated_files_and_noise_never_raise_anything_but_a_data_error_or_take_a_gibibyte(
+    tmp_path: Path, count: int
+) -> None:
     rng = random.Random(7)
-    faults: list[DataError] = []
-    for name, content in _samples(tmp_path).items():
+    samples = _samples(tmp_path)
+    for name, content in samples.items():
         assert all(isinstance(row, DataRecord) for row in _read(tmp_path, name, content)), name
-        for _ in range(100):
-            data = rng.randbytes(rng.randrange(60)) if rng.random() < 0.1 else _mutated(content, rng)
-            outcome = _outcome(_file(tmp_path, name, data), rng.choice([None, "line", "paragraph", "document"]))
-            if isinstance(outcome, DataError):
-                assert outcome.problem.startswith(name)
-                assert outcome.remedy
-                faults.append(outcome)
-            else:
-                assert outcome == sorted(set(outcome))
-    assert len(faults) > 300
+    before, num_faults = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
+    for at, name in zip(range(count), cycle(samples), strict=False):
+        data = rng.randbytes(rng.randrange(60)) if rng.random() < 0.1 else _mutated(samples[name], rng)
+        if name.endswith(".gz") and at % 2:  # a whole gzip file of damaged rows
+            data = gzip.compress(_mutated(gzip.decompress(samples[name]), rng), 1)
+        outcome = _outcome(_file(tmp_path, name, data), rng.choice([None, "line", "paragraph", "document"]))
+        if isinstance(outcome, DataError):
+            assert outcome.problem.startswith(name)
+            assert outcome.remedy
+            num_faults += 1
+        else:
+            assert outcome == sorted(set(outcome))
+    assert num_faults > count / 4
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+
+
+@pytest.mark.parametrize("count", [NUM_FUZZED, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_images_from_mutated_files_and_zips_are_read_or_refused(tmp_path: Path, count: int) -> None:
+    rng = random.Random(8)
+    pixels = PIL.Image.effect_noise((24, 24), 90)
+    for form in ("png", "jpg", "gif", "webp", "bmp", "tiff"):
+        pixels.convert("RGB").save(tmp_path / f"whole.{form}")
+    images = {path.name: path.read_bytes() for path in sorted(tmp_path.iterdir())}
+    packed = {}
+    for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        with zipfile.ZipFile(tmp_path / "images.zip", "w", method) as archive:
+            archive.writestr("whole.png", images["whole.png"])
+        packed[method] = (tmp_path / "images.zip").read_bytes()
+    num_faults = 0
+    for at in range(count):
+        if at % 2:
+            image = Image(data=_mutated(images[rng.choice(list(images))], rng))
+        else:
+            path = tmp_path / f"{at}.zip"
+            path.write_bytes(_mutated(packed[rng.choice(list(packed))], rng))
+            image = Image(path="whole.png", root=str(path))
+        try:
+            assert decode(image).mode == "RGB"
+        except RecordError:
+            num_faults += 1
+        if image.path:
+            path.unlink()
+    assert 0 < num_faults < count

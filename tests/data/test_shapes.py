@@ -386,7 +386,7 @@ def _answering(entry: Any) -> Value:
         (_answering({"role": "assistant", "content": " \n"}), "has an empty answer"),
         (_answering({"role": "assistant", "content": None}), "messages[1].content is null"),
         (_answering({"role": "assistant", "content": [{"type": "text"}]}), "messages[1].content[0].text is null"),
-        (_answering({"role": "assistant", "content": [{"type": "audio"}]}), 'content[0] is {"type": "audio"}; a part'),
+        (_answering({"role": "assistant", "content": [{"type": "audio"}]}), '{"type": "audio"}; only text and images'),
         (_answering({"role": "critic", "content": "x"}), '"critic"; known are system, user, assistant, tool'),
         (_answering({"role": ["user"], "content": "x"}), 'messages[1] has the role ["user"]'),
         (_answering("4"), 'messages[1] is "4"; a message has `role` and `content`'),
@@ -701,3 +701,71 @@ def test_metadata_of_messages_is_not_used_and_named() -> None:
 def test_a_dialogue_as_text_with_its_summary_is_a_document() -> None:
     row = _row({"id": "1", "dialogue": "Ann: Hi\nBob: Hello", "summary": "They greet."})
     assert _talk(row) == _said("Ann: Hi\nBob: Hello", "They greet.")
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "medium"),
+    [
+        ("audios", ["a.wav"], "audio"),
+        ("videos", ["a.mp4"], "video"),
+        ("audio", {"path": "a.wav", "bytes": b"RIFF"}, "audio"),
+        ("video_path", "a.mp4", "video"),
+    ],
+)
+@pytest.mark.parametrize("beside", [{"messages": [USER, ANSWER]}, {"question": "q", "answer": "a"}, {"text": "t"}])
+def test_rows_with_audio_or_video_are_refused_by_name_unless_their_text_is_declared(
+    column: str, value: Any, medium: str, beside: Value
+) -> None:
+    row = beside | {column: value}
+    error = _error(row)
+    assert f"holds {medium} (column {column})" in error.problem
+    declared = YAML(typ="safe").load(error.remedy[error.remedy.index("fields:") :])["fields"]
+    assert isinstance(_row(row, **declared), Row)
+    assert f"has {medium} in {column}" in _fault(beside | {column: []}, row)
+    assert f"has {medium} in {column}" in _fault(beside, row)
+
+
+def _parts(role: str, *parts: tuple[str, Any]) -> Value:
+    values = [{"type": kind, "value": value} for kind, value in parts]
+    return {"role": role, "content": values, "loss_weight": float(role == "assistant")}
+
+
+def test_llama_factorys_typed_values_are_read_with_reasoning_calls_and_images() -> None:
+    asked = _parts("user", ("image_url", "a.png"), ("text", "Is it "), ("text", "odd?"))
+    called = _parts("assistant", ("reasoning", "I look."), ("text", "So."), ("tool_call", json.dumps(WEATHER)))
+    row = _row({"messages": [asked, called, _parts("tool", ("text", "rain")), _parts("assistant", ("text", "Yes."))]})
+    assert _talk(row) == [
+        ("user", "<image>Is it odd?"),
+        ("assistant", "So."),
+        ("tool", "rain"),
+        ("assistant", "Yes."),
+    ]
+    assert row.messages[1].reasoning == "I look."
+    assert row.messages[1].tool_calls == (ToolCall("weather", json.dumps(WEATHER["arguments"])),)
+    assert row.images == (Image(path="a.png"),)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (_parts("assistant", ("text", "4")) | {"loss_weight": 0.0}, "has the field loss_weight, which would be lost"),
+        (_parts("assistant", ("text", None)), "content[0].text is null"),
+        (_parts("assistant", ("video_url", "a.mp4")), "only text and images are trained on"),
+        (
+            _parts("assistant", ("reasoning", "a")) | {"thinking": "b"},
+            "two different reasonings, under thinking, content",
+        ),
+        (_parts("user", ("reasoning", "a")), "only an assistant has these"),
+        (_parts("assistant", ("tool_call", "{")), "is not JSON"),
+    ],
+)
+def test_typed_values_that_would_be_lost_are_told(message: Value, reason: str) -> None:
+    assert reason in _fault({"messages": [USER, ANSWER]}, {"messages": [USER, message]})
+
+
+def test_llama_factorys_pairs_are_read_unless_others_are_named_plainly() -> None:
+    sides = {"chosen_messages": [USER, ANSWER], "rejected_messages": [USER, ANSWER | {"content": "5"}]}
+    row = _row(sides)
+    assert (row.kind, row.answer, row.rejected[0].content) == ("pair", "4", "5")
+    both = _row(sides | {"prompt": "2+2", "chosen": "four", "rejected": "five"})
+    assert (both.answer, both.rejected[0].content) == ("four", "five")

@@ -133,7 +133,7 @@ def test_a_record_without_its_one_partner_is_told(tmp_path: Path) -> None:
     ("answers", "problem"),
     [
         ([{"answers": ["red"]}], "no id column is in both: question_id, question; answers"),
-        ([{"question_id": 1, "answers": ["red"]}, {"answers": ["big"]}], "answers.json:2 has no question_id"),
+        ([{"question_id": 1, "answers": ["red"]}, {"answers": ["big"]}], "record 2 of answers.json has no question_id"),
     ],
 )
 def test_a_file_that_cannot_be_joined_is_an_error(tmp_path: Path, answers: list[Any], problem: str) -> None:

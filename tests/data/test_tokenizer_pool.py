@@ -84,6 +84,7 @@ def test_a_pool_process_killed_at_work_is_named_with_the_free_host_memory_and_th
     assert prepared("second").sources[0].used == ROWS
 
 
+@pytest.mark.slow
 def test_no_process_of_the_pool_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
     """Not even one that has nothing to do."""
     make_tokenizer().save_pretrained(tmp_path)

@@ -31,7 +31,7 @@ TINY = (
     "evaluate.0.base=false",
 )
 """The tiny tokenizer has a token for each byte, and its model will write no graph in any time."""
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 
 def finefit(folder: Path, *arguments: str, timeout: int = 400) -> "subprocess.CompletedProcess[str]":

@@ -11,6 +11,7 @@ from tests.vision_models import make_vlm
 
 SAMPLE = Path(__file__).resolve().parents[3] / "shared" / "data" / "chartqa"
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not SAMPLE.is_dir(), reason="the sample of ChartQA is not here"),
 ]

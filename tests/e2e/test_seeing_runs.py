@@ -76,6 +76,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> StageDir:
     return where
 
 
+@pytest.mark.slow
 def test_two_processes_come_to_the_losses_and_weights_of_one(whole: StageDir, two: StageDir) -> None:
     ones, twos = list(read_steps(whole.metrics)), list(read_steps(two.metrics))
     assert len(ones) == len(twos) == STEPS
@@ -86,6 +87,7 @@ def test_two_processes_come_to_the_losses_and_weights_of_one(whole: StageDir, tw
         torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_step_of_two_processes_has_the_rows_of_the_global_batch_and_an_epoch_every_row_once(
     whole: StageDir, two: StageDir
 ) -> None:
@@ -97,6 +99,7 @@ def test_a_step_of_two_processes_has_the_rows_of_the_global_batch_and_an_epoch_e
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.slow
 def test_every_tower_is_reached_on_both_ranks_and_the_journal_says_so(two: StageDir) -> None:
     audits = [line for line in read_lines(two.metrics) if line.get("event") == "audited"]
     assert [audit["step"] for audit in audits] == [1, 2]

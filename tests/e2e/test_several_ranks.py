@@ -220,6 +220,7 @@ def test_torchrun_makes_workers_of_its_processes_and_a_signal_to_any_one_stops_a
     assert process.returncode == 0  # finished already: nobody waits for anybody
 
 
+@pytest.mark.slow
 def test_accelerate_launch_works_from_outside_too(folder: Path, reference: Outcome) -> None:
     run, where = run_in(folder)
     with started(ACCELERATE, folder) as process:

@@ -66,7 +66,7 @@ def _words(result: EvalResult) -> list[tuple[int, str, int | None]]:
 
 
 def test_the_record_says_what_was_answered_how_and_with_what_memory(tmp_path: Path, talker_folder: Path) -> None:
-    asked = make_work(tmp_path, talker_folder, batch_limit=replace(LIMIT, reserved_bytes=12345))
+    asked = make_work(tmp_path, talker_folder, batch_limit=replace(LIMIT, held_bytes=12345))
     result = evaluate(asked)
     assert (result.n, result.available, result.task, result.checkpoint) == (14, 14, "json_match", "base")
     assert result.signature.keys() == {"finefit", "torch", "transformers", "peft", "decoding", "precision"}
@@ -295,6 +295,7 @@ def _shared(asked: EvalJob, devices: int) -> EvalJob:
     return read_job(asked.path)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_record_of_one(tmp_path: Path, talker_folder: Path) -> None:
     alone = evaluate(make_work(tmp_path / "one", talker_folder))
     asked = _shared(make_work(tmp_path / "two", talker_folder), 2)

@@ -15,8 +15,10 @@ from finefit.facts.files import (
     FileFact,
     free_bytes,
     hub_cache,
+    read_config,
     read_file,
     read_model_folder,
+    reading_model,
     stored_dtypes,
 )
 
@@ -271,3 +273,45 @@ def test_a_broken_config_is_refused_by_name(folder: Path, config: str) -> None:
     (folder / "config.json").write_text(config)
     with pytest.raises(ModelError, match=r"config\.json"):
         read_model_folder(folder)
+
+
+# what libraries raise
+
+
+@pytest.mark.parametrize(
+    ("error", "package"),
+    [
+        (ModuleNotFoundError("No module named 'timm'", name="timm"), "timm"),
+        (ImportError("\nTimmWrapperModel requires the timm library but it was not found in your environment."), "timm"),
+        (ImportError("requires the following packages not found in your environment: einops"), "einops"),
+    ],
+)
+def test_a_package_that_a_model_needs_is_named_with_the_command_that_installs_it(
+    error: ImportError, package: str
+) -> None:
+    with pytest.raises(ModelError, match=f"not installed: {package}\n") as refused, reading_model("the model"):
+        raise error
+    assert refused.value.remedy == f"pip install {package}"
+
+
+@pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt(), RuntimeError("CUDA error: no device")])
+def test_what_is_not_about_the_files_of_a_model_passes_their_boundary(error: BaseException) -> None:
+    with pytest.raises(type(error)), reading_model("the model"):
+        raise error
+
+
+def test_a_long_message_of_a_library_is_cut_to_its_beginning() -> None:
+    said = ValueError("no such type " + "AlbertConfig, " * 500)
+    with (
+        pytest.raises(ModelError, match=r"^config.json cannot be read: no such") as refused,
+        reading_model("config.json"),
+    ):
+        raise said
+    assert len(refused.value.problem) < 400
+
+
+def test_an_infinite_number_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    text = '{"time_step_limit": [0.0, {"__float__": "Infinity"}], "rope": {"__float__": "1.0", "kind": "x"}}'
+    (tmp_path / "config.json").write_text(text)
+    found = read_config(tmp_path)
+    assert found == {"time_step_limit": [0.0, float("inf")], "rope": {"__float__": "1.0", "kind": "x"}}

@@ -2,6 +2,7 @@
 machine that has a card."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -73,16 +74,43 @@ class _Heads(nn.Module):
 
 
 def _attention(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], heads: int, kv_heads: int, tokens: int, width: int
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    heads: int,
+    kv_heads: int,
+    tokens: int,
+    width: int,
+    value_width: int | None = None,
 ) -> Callable[[Make], Any]:
     def run(make: Make) -> Any:
-        q = make(2, tokens, heads, width).transpose(1, 2).requires_grad_()
-        k, v = (make(2, tokens, kv_heads, width).transpose(1, 2).requires_grad_() for _ in range(2))
+        q, k, v = (
+            make(2, tokens, count, wide).transpose(1, 2).requires_grad_()
+            for count, wide in ((heads, width), (kv_heads, width), (kv_heads, value_width or width))
+        )
         out = attend(q, k, v)
         out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
         return q, k, v
 
     return run
+
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+
+
+def _real(backends: list[SDPBackend], *, is_grouped: bool = False) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backends):
+            out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+        return out.transpose(1, 2).contiguous()
+
+    return attend
+
+
+def _fake(kernels: DeviceKernels, groups: int = 1) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda q, k, v: kernels.attention(_Heads(groups), q, k, v, None)[0]
 
 
 SHAPES = [(28, 4, 2048, 128), (32, 32, 1024, 128), (9, 3, 1000, 64), (8, 4, 2048, 256)]
@@ -92,43 +120,51 @@ SHAPES = [(28, 4, 2048, 128), (32, 32, 1024, 128), (9, 3, 1000, 64), (8, 4, 2048
 @pytest.mark.parametrize("kernel", ["cudnn", "flash"])
 def test_attention_takes_what_was_predicted(shape: tuple[int, int, int, int], kernel: Any) -> None:
     heads, kv_heads, _, _ = shape
-    backend = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[kernel]
-
-    def real(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel([backend]):
-            return (
-                scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
-                .transpose(1, 2)
-                .contiguous()
-            )
-
     kernels = DeviceKernels(device="cuda", attention_kernel=kernel, workspace_bytes=0)
-
-    def fake(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return kernels.attention(_Heads(heads // kv_heads), q, k, v, None)[0]
-
+    real = _real([BACKENDS[kernel]], is_grouped=heads != kv_heads)
+    fake = _fake(kernels, heads // kv_heads)
     assert_near(predicted(_attention(fake, *shape), kernels), measured(_attention(real, *shape)))
 
 
-def test_efficient_attention_in_fp32_takes_what_was_predicted() -> None:
+LATENT = [(16, 16, 2048, 192, 128), (16, 16, 1000, 192, 128), (128, 128, 512, 192, 128), (4, 4, 1024, 96, 64)]
+"""Multi-head latent attention: that of DeepSeek-V2-Lite, of V3, and of narrower heads."""
+
+
+@pytest.mark.parametrize("shape", LATENT, ids=str)
+@pytest.mark.parametrize("kernel", ["cudnn", "efficient"])
+def test_attention_to_values_narrower_than_keys_takes_what_was_predicted(
+    shape: tuple[int, int, int, int, int], kernel: Any
+) -> None:
+    kernels = DeviceKernels(device="cuda", attention_kernel=kernel, workspace_bytes=0)
+    real = _real([BACKENDS[kernel]])
+    assert_near(predicted(_attention(_fake(kernels), *shape), kernels), measured(_attention(real, *shape)))
+
+
+@pytest.mark.parametrize("shape", LATENT, ids=str)
+def test_values_narrower_than_keys_take_the_kernel_that_this_card_is_predicted_to_take(
+    shape: tuple[int, int, int, int, int],
+) -> None:
+    """Without flash attention, which does not take them, torch's own order of kernels is followed."""
+    kernels = device_kernels("cuda", torch.cuda.get_device_capability(), "bf16")
+    heads, _, tokens, width, value_width = shape
+    q = torch.empty(2, heads, tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    v = torch.empty(2, heads, tokens, value_width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    chosen = SDPBackend(torch._fused_sdp_choice(q, q, v, is_causal=True))
+    assert BACKENDS[kernels.chosen(q, v, is_masked=False)] == chosen
+    every = list(BACKENDS.values())
+    assert_near(predicted(_attention(_fake(kernels), *shape), kernels), measured(_attention(_real(every), *shape)))
+
+
+@pytest.mark.parametrize("widths", [(128, 128), (128, 64), (64, 128), (64, 32), (192, 128)], ids=str)
+def test_efficient_attention_in_fp32_takes_what_was_predicted(widths: tuple[int, int]) -> None:
     kernels = DeviceKernels(device="cuda", attention_kernel="efficient", workspace_bytes=0)
 
     def run(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[Make], Any]:
-        def step(make: Make) -> Any:
-            q, k, v = (make(2, 1024, 8, 128, dtype=torch.float32).transpose(1, 2).requires_grad_() for _ in range(3))
-            out = attend(q, k, v)
-            out.backward(torch.ones_like(out))  # type: ignore[no-untyped-call]
-            return q, k, v
+        step = _attention(attend, 8, 8, 1024, *widths)
+        return lambda make: step(partial(make, dtype=torch.float32))
 
-        return step
-
-    def real(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION]):
-            return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous()
-
-    assert_near(
-        predicted(run(lambda q, k, v: kernels.attention(_Heads(1), q, k, v, None)[0]), kernels), measured(run(real))
-    )
+    real = _real([SDPBackend.EFFICIENT_ATTENTION])
+    assert_near(predicted(run(_fake(kernels)), kernels), measured(run(real)))
 
 
 def test_this_card_takes_the_attention_that_its_generation_is_predicted_to_take() -> None:

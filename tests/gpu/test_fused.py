@@ -70,7 +70,7 @@ def _taken(model: nn.Module, levers: Levers) -> tuple[float, dict[str, Tensor]]:
         [_batch()],
         forward=forward,
         objective=sft_loss,
-        optimizer=make_optimizer(model, AdamW(lr=1.0), device="cuda"),
+        optimizer=make_optimizer(model, AdamW(lr=0.05), device="cuda"),
         clip=None,
         decide=note,
     )

@@ -280,7 +280,7 @@ def _cut_off(folder: Path) -> None:
         (_with_config(peft_type="IA3"), "first holds no LoRA adapter"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
-        (_cut_off, "adapter_model.safetensors cannot be read"),
+        (_cut_off, "adapter_model.safetensors is truncated"),
     ],
 )
 def test_a_folder_that_training_cannot_continue_from_is_refused_by_what_is_wrong(

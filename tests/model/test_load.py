@@ -1,5 +1,7 @@
 import importlib.util
 import json
+import subprocess
+import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -86,7 +88,7 @@ def test_an_architecture_that_transformers_does_not_know_is_the_users_to_mend(tm
     (folder / "config.json").write_text(
         json.dumps(config | {"model_type": "unheard-of", "architectures": ["UnheardOf"]})
     )
-    with pytest.raises(ModelError, match="model cannot be loaded"):
+    with pytest.raises(ModelError, match=r"model cannot be read: .*unheard-of"):
         load_base(folder, device="cpu", dtype=torch.float32)
 
 
@@ -117,6 +119,13 @@ def test_a_target_that_matches_no_linear_layer_is_refused_with_those_there_are(t
         make_trainable(make_model(), _targeting("q_proj", target), name="tiny")
     assert caught.value.problem == f"tuning.targets: {target} matches no linear layer of the model"
     assert caught.value.remedy == "its linear layers are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+
+
+def test_importing_the_libraries_says_nothing_and_errors_are_still_heard() -> None:
+    """bitsandbytes logs missing kernels as it is imported, which peft does."""
+    code = "import logging, finefit.model.load; logging.getLogger('bitsandbytes.x').error('a fault')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr.strip()) == ("", "a fault")
 
 
 def test_an_adapter_leaves_the_model_as_it_was_until_it_is_trained() -> None:
@@ -299,9 +308,21 @@ def test_frozen_weights_are_halves_and_whole_models_stay_in_fp32(
 def test_packed_weights_without_bitsandbytes_are_told_what_to_install(
     bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder = make_model_folder(tmp_path / "model")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(SpecError, match=rf"tuning.base_bits {bits} needs bitsandbytes"):
-        load_base(tmp_path, device="cpu", dtype=torch.float32, bits=bits)
+        load_base(folder, device="cpu", dtype=torch.float32, bits=bits)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the mapped files of a process are known on Linux")
+def test_beside_packed_weights_no_file_stays_in_memory(tmp_path: Path) -> None:
+    """A tensor of the file's precision lies in the file; it would keep the pages that the others were packed from."""
+    folder = make_model_folder(tmp_path / "model")
+    model = load_base(folder, device="cpu", dtype=torch.float32, bits=4)
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    expected = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(model.get_input_embeddings().weight, expected)
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
 def _with_generation_config(folder: Path, **values: Any) -> Path:

@@ -268,7 +268,7 @@ def test_a_tokenizer_without_a_fast_form_is_held_against_the_bases_by_what_it_do
 def test_a_mixture_that_cannot_tokenise_as_its_base_is_refused_before_it_is_written(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError,
-        match=r"the mixture would not tokenise as its base, a ByT5Tokenizer: the tokenizer of .* cannot be opened",
+        match=r"the mixture would not tokenise as its base, a ByT5Tokenizer: the tokenizer of .* cannot be read",
     ):
         mixed(tmp_path, in_bytes(tmp_path, "llama"))
     assert not list((tmp_path / "moe").iterdir())
@@ -277,7 +277,7 @@ def test_a_mixture_that_cannot_tokenise_as_its_base_is_refused_before_it_is_writ
 def test_a_base_whose_tokenizer_cannot_be_opened_is_refused_by_name(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama")
     (base / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"the tokenizer of .*base cannot be opened"):
+    with pytest.raises(ModelError, match=r"the tokenizer of .*base cannot be read"):
         mixed(tmp_path, base)
 
 

@@ -5,18 +5,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import psutil
 import pytest
 
-from finefit.artifacts.forecasts import Lengths, RehearsalRequest, RehearsalResult
+from finefit.artifacts.forecasts import Lengths, PlanningProgress, RehearsalRequest, RehearsalResult
 from finefit.errors import ModelError
 from finefit.plan import client
-from finefit.plan.client import PlannerProcess, ask, forecast, shared_planner, visible_cards
+from finefit.plan.client import PlannerProcess, ask, forecast, observed_planning, shared_planner, visible_cards
 from finefit.plan.stage_forecasts import row_lengths
 from finefit.plan.worker import JOBS
+from finefit.rehearse.fake_model import StepConfig
+from finefit.rehearse.rehearsal import Rehearsal
+from finefit.rehearse.rehearsal import rehearse as rehearse_step
 from finefit.spec.load import load_spec, parse_spec, spec_to_json
 from tests.conftest import make_rows, write_jsonl
 from tests.rehearse.conftest import make_config
@@ -206,6 +210,44 @@ def _question(layers: int = 2, **changes: object) -> RehearsalRequest:
         cards=("A100-80GB",),
         lengths=LENGTHS,
     )
+
+
+def test_each_candidate_is_told_with_its_card_before_it_is_rehearsed() -> None:
+    seen: list[PlanningProgress] = []
+    cards = ("A100-80GB", "RTX 4090")
+    with observed_planning(seen.append):
+        assert len(ask("rehearse", replace(_question(), cards=cards)).forecasts) == 2
+    assert [(one.card, one.number) for one in seen] == sorted(
+        ((one.card, one.number) for one in seen), key=lambda told: told[1]
+    )
+    assert {(one.card, one.number, one.num_cards) for one in seen} == {
+        (card, at, 2) for at, card in enumerate(cards, 1)
+    }
+    assert seen[0].doing.startswith("micro_batch 1")
+
+
+def test_several_cards_are_planned_as_each_alone_and_rehearse_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    executed: list[StepConfig] = []
+
+    def counted(cfg: StepConfig) -> Rehearsal:
+        executed.append(cfg)
+        return rehearse_step(cfg)
+
+    monkeypatch.setattr("finefit.rehearse.layer_kinds.rehearse", counted)
+    cards = ("A100-80GB", "RTX 5090")
+    spec = spec_to_json(
+        parse_spec(
+            f"{SPEC}evaluate: [{{task: rouge, max_new_tokens: 4}}]\n",
+            where="spec.yaml",
+            overrides=("data.test.path=t.jsonl",),
+        )
+    )
+    question = replace(_question(), spec=spec)
+    alone = [JOBS["rehearse"](replace(question, cards=(card,))).forecasts[0] for card in cards]  # type: ignore[attr-defined]
+    of_first = len(executed) // len(cards)
+    executed.clear()
+    assert list(JOBS["rehearse"](replace(question, cards=cards)).forecasts) == alone  # type: ignore[attr-defined]
+    assert len(executed) == of_first
 
 
 def _workers() -> list[int]:

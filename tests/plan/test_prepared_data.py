@@ -72,7 +72,7 @@ def test_an_equal_project_elsewhere_shares_it(project: Path, tmp_path: Path, mad
         "data.drop_at_most=0.5",
         "data.cut_at_most=0.9",
         "data.packing=none",
-        "optimizer.lr=1",
+        "optimizer.lr=0.01",
         "global_batch=2",
         "name=other",
     ],

@@ -13,6 +13,7 @@ from finefit.errors import ModelError, SpecError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import read_machine
 from finefit.moe.build import moe_config
+from finefit.plan.eval_memory import SharedRehearsals
 from finefit.plan.forecast import decide_packing, make_forecast
 from finefit.plan.search import CandidateEvaluator, SearchResult, choose, make_search_space
 from finefit.plan.suggest import releasable, suggest
@@ -20,11 +21,11 @@ from finefit.plan.target import Target, find_target
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.fake_model import StepConfig, measure_size
 from finefit.rehearse.layer_kinds import rehearse_extrapolated
-from finefit.rehearse.rehearsal import Rehearsal
 from finefit.rehearse.trace import Sharding, sharded
 from finefit.spec.load import parse_spec
 from finefit.spec.models import Lora, Subset, Tuning
 from finefit.spec.schema import LeverSettings
+from tests.families import family_config
 from tests.mixtures import mixture_config
 from tests.rehearse.conftest import FULL, make_cfg, make_config
 
@@ -32,7 +33,7 @@ GIB = 2**30
 ROWS, LAYERS, TOKENS = 2, 9, 2048
 CONFIG = make_config("llama-3.2-1b", layers=LAYERS)
 ADAPTED = Lora(kind="lora", rank=64, targets=("q_proj", "down_proj"))
-MEMO: dict[str, Rehearsal] = {}
+SHARED = SharedRehearsals()
 SPEC = """\
 name: searched
 model: {kind: folder, path: model}
@@ -64,7 +65,7 @@ def _looker(
     target = replace(
         _target(budget_gib, has_rates=has_rates), has_liger=has_liger, count=1 if sharding == "none" else 2
     )
-    return CandidateEvaluator(cfg=_cfg(tuning), target=target, rows_per_step=ROWS, memo=MEMO, sharding=sharding)
+    return CandidateEvaluator(cfg=_cfg(tuning), target=target, rows_per_step=ROWS, shared=SHARED, sharding=sharding)
 
 
 @cache
@@ -106,6 +107,22 @@ def test_a_choice_fits_where_it_says_so_by_a_whole_rehearsal(budget: float) -> N
     assert choice.fits == (choice.candidate.peak_bytes <= evaluator.target.budget_bytes)
     assert not choice.candidate.cfg.is_quick
     assert choice.candidate.replay.reserved_bytes + evaluator.target.context_bytes <= choice.candidate.peak_bytes
+
+
+def test_the_fewest_recomputed_layers_that_fit_are_found_in_a_few_tries() -> None:
+    """The memory of two depths points to the border; of 33 depths, bisection would try five."""
+    layers, depth = 40, 17
+    fixed = LeverSettings(micro_batch=1, keep_attention=False, loss_chunk="none", offload="none", mlp_tiles=1)
+    cfg = replace(_cfg(), config=make_config("llama-3.2-1b", layers=layers))
+    evaluator = CandidateEvaluator(cfg=cfg, target=_target(1), rows_per_step=ROWS, shared=SHARED)
+    space = make_search_space(fixed, evaluator.target, rows=ROWS, supervised=1024, num_layers=layers)
+    above, fitting = (evaluator.evaluate(space.levers(1, depth - at)).peak_bytes for at in (1, 0))
+    exact = replace(evaluator.target, budget_bytes=(above + fitting) // 2)
+    searching = replace(evaluator, target=exact, known={})
+    assert choose(searching, space).candidate.levers.recompute == depth
+    tried = {one.levers.recompute for one in searching.known.values() if one.cfg.is_quick}
+    assert tried >= {0, depth - 1, depth, layers}
+    assert len(tried - {0, layers, depth, depth - 1, *range(depth, depth + 4)}) <= 1
 
 
 def test_the_ladder_ends_with_a_budget_that_nothing_fits() -> None:
@@ -345,7 +362,9 @@ def test_only_whole_fp32_weights_are_gathered_in_halves(tuning: Tuning, gathers_
     evaluator = _looker(40, tuning, sharding="fsdp2")
     candidate = evaluator.evaluate(_chosen(40)[1].candidate.levers)
     wanted = {
-        halves: sharded(rehearse_extrapolated(candidate.cfg, MEMO).trace, "fsdp2", 2, gathers_halves=halves).blocks[-1]
+        halves: sharded(
+            rehearse_extrapolated(candidate.cfg, SHARED.steps).trace, "fsdp2", 2, gathers_halves=halves
+        ).blocks[-1]
         for halves in (True, False)
     }
     assert candidate.rehearsed.trace.blocks[-1] == wanted[gathers_halves]
@@ -421,6 +440,27 @@ def test_experts_without_an_adapter_are_told_where_adapters_are_planned() -> Non
     words = "the experts carry no adapter"
     assert any(words in note for note in _planned(2, "{kind: lora, rank: 8, targets: [q_proj], base_bits: 4}").notes)
     assert not any(words in note for note in _planned(2).notes)
+
+
+def _family_notes(kind: str, targets: str = "all-linear") -> list[str]:
+    tuning = f"{{kind: lora, rank: 8, targets: {targets}}}"
+    spec = parse_spec(SPEC_MIXTURES.replace("{kind: full}", tuning), where="spec.yaml", overrides=())
+    target = find_target(parse_card("A100-80GB"), read_machine(), "auto")
+    return list(make_forecast(spec, family_config(kind), LENGTHS, target).notes)
+
+
+def test_layers_that_all_linear_leaves_out_are_named_with_the_reason() -> None:
+    words = "carry no adapter and are not trained: peft takes these names for those of the experts"
+    (note,) = (note for note in _family_notes("deepseek_v2") if words in note)
+    assert "model.layers.0.mlp.gate_proj" in note
+    assert "model.layers.{1..3}.mlp.shared_experts.down_proj" in note
+    assert not any(words in note for note in _family_notes("deepseek_v2", "[q_proj]"))
+
+
+def test_recurrent_layers_are_planned_as_torch_computes_them_and_the_plan_says_so() -> None:
+    words = "layers of kind linear_attention are planned as torch computes them"
+    assert any(words in note for note in _family_notes("mamba2"))
+    assert not any(words in note for note in _family_notes("deepseek_v2", "[q_proj]"))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

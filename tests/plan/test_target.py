@@ -11,9 +11,11 @@ from finefit.errors import SpecError, UserError
 from finefit.facts.cards import CARD_KINDS, CardKind, parse_card
 from finefit.facts.machine import Machine, read_machine
 from finefit.facts.nvml import Card
+from finefit.plan.eval_memory import SharedRehearsals
 from finefit.plan.forecast import make_forecast
 from finefit.plan.search import decide_kernels
 from finefit.plan.target import (
+    CPU_LEAST_BYTES,
     NCCL_BYTES,
     Target,
     decide_engine,
@@ -25,7 +27,6 @@ from finefit.plan.target import (
     shardings_of,
 )
 from finefit.plan.worker import rehearse
-from finefit.rehearse.rehearsal import Rehearsal
 from finefit.spec.load import parse_spec, spec_to_json
 from finefit.spec.schema import (
     AutoEngine,
@@ -248,7 +249,7 @@ def test_an_allocator_of_the_users_own_is_planned_for_on_this_machine(setting: s
 # processes.
 
 CONFIG = make_config("llama-3.2-1b", layers=2, vocab_size=8192)
-MEMO: dict[str, Rehearsal] = {}
+SHARED = SharedRehearsals()
 SPEC = """\
 name: planned
 model: {kind: folder, path: model}
@@ -282,7 +283,7 @@ def _forecast(
     )
     if budget_gib is not None:
         target = replace(target, budget_bytes=int(budget_gib * GIB))
-    return make_forecast(spec, CONFIG | {"num_hidden_layers": layers}, replace(LENGTHS, sides=sides), target, MEMO)
+    return make_forecast(spec, CONFIG | {"num_hidden_layers": layers}, replace(LENGTHS, sides=sides), target, SHARED)
 
 
 # what an engine means
@@ -519,3 +520,20 @@ def test_bf16_adapters_are_saved_with_moments_in_bf16() -> None:
 
 def test_eight_bits_say_that_inputs_are_kept() -> None:
     assert any("in 8 bits" in note for note in _forecast("tuning={kind: lora, base_bits: 8}").notes)
+
+
+def test_on_a_cpu_small_blocks_need_a_margin() -> None:
+    target, card = _target("cpu"), _target("RTX 4090")
+    assert target.margin_of(0) == CPU_LEAST_BYTES
+    assert target.margin_of(0, 100 << 20) == CPU_LEAST_BYTES + (50 << 20)
+    assert target.margin_of(100 << 30) == 3 << 30
+    assert card.margin_of(1 << 30, 1 << 30) == card.margin_of(1 << 30)
+
+
+def test_the_prediction_of_a_training_on_a_cpu_is_its_own_where_an_evaluation_needs_more() -> None:
+    plain = _forecast(card="cpu")
+    found = _forecast("evaluate=[{task: exact_match, batch: 512, max_new_tokens: 64}]", card="cpu")
+    assert found.peak_instant == "generation"
+    assert found.peak_bytes > 1.1 * found.predicted_bytes("cpu")
+    assert found.predicted_bytes("cpu") == pytest.approx(plain.peak_bytes, rel=0.05)
+    assert found.predicted_bytes("cuda") == found.reserved_bytes

@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 from finefit.artifacts.forecasts import Lengths
 from finefit.artifacts.records import Finding
 from finefit.artifacts.stage_records import Preparation, RowProblem, SourceLedger
+from finefit.data.rows import Message, Row
 from finefit.preflight.data import (
     CHECKS,
     check_data,
     few_rows_are_lost,
     find_leaks,
+    long_references,
+    placeholders_are_filled_in,
     preparation_is_reported,
     rows_can_be_used,
     rows_fit_the_budget,
@@ -26,7 +29,7 @@ from finefit.preflight.data import (
     train_has_no_duplicates,
 )
 from finefit.spec.data import Source
-from finefit.spec.schema import Spec
+from finefit.spec.schema import Evaluation, Spec
 from finefit.spec.tasks import CustomTask
 from tests.conftest import write_jsonl
 
@@ -67,7 +70,7 @@ SOUND = Preparation(
     pad_is_end=False,
     files={},
 )
-Kind = Literal["unusable", "too long", "special token", "overlap", "duplicate"]
+Kind = Literal["unusable", "too long", "special token", "placeholder", "overlap", "duplicate"]
 
 
 def asking(**data: Any) -> Spec:
@@ -178,8 +181,11 @@ def test_the_share_that_a_finding_names_is_enough(read: int, data: st.DataObject
 def test_a_split_without_a_row_stops_the_run(split: str) -> None:
     sources = tuple(replace(s, used=0, dropped={"too long": s.read}) if s.split == split else s for s in SOUND.sources)
     found = replace(SOUND, sources=sources, lengths=None if split == "train" else LENGTHS)
-    finding = only(something_is_learnt, found, asking())
-    assert (finding.level, finding.problem) == ("error", f"no {split} row is left")
+    finding, read = only(something_is_learnt, found, asking()), sum(s.read for s in sources if s.split == split)
+    assert (finding.level, finding.problem) == (
+        "error",
+        f"none of the {read} {split} rows is left: {read} too long",
+    )
 
 
 def test_a_source_that_gives_nothing_to_a_share_is_no_fault() -> None:
@@ -246,6 +252,14 @@ def test_text_that_is_read_as_control_tokens_is_a_warning() -> None:
     )
 
 
+def test_placeholders_that_nobody_filled_in_are_a_warning() -> None:
+    finding = only(placeholders_are_filled_in, with_fault("placeholder", count=2), asking())
+    assert (finding.level, finding.problem.splitlines()[0]) == (
+        "warning",
+        "2 train rows contain literal placeholders, which are trained and scored as they stand:",
+    )
+
+
 def test_what_is_said_of_the_template_is_a_note() -> None:
     finding = only(preparation_is_reported, replace(SOUND, notes=("it differs",)), asking())
     assert (finding.level, finding.problem) == ("note", "it differs")
@@ -263,8 +277,40 @@ def test_a_token_without_an_embedding_stops_the_run(embeddings: int | None, fire
         assert "the rows hold token 259, the model has embeddings for 259" in findings[0].problem
 
 
+def _items(*answers: str, references: tuple[str, ...] = ()) -> list[Row]:
+    return [
+        Row(
+            source="t.jsonl",
+            number=at,
+            messages=(Message("user", "q"), Message("assistant", answer)),
+            references=references,
+        )
+        for at, answer in enumerate(answers, start=1)
+    ]
+
+
+@pytest.mark.parametrize("task", ["exact_match", "relaxed_accuracy", "anls", "vqa_accuracy"])
+def test_long_references_of_a_metric_of_short_answers_are_a_warning(task: str) -> None:
+    (found,) = long_references([Evaluation.model_validate({"task": task})], _items("x" * 121, "y" * 200, "short"))
+    assert (found.level, "2 of 3 references" in found.problem) == ("warning", True)
+
+
+@pytest.mark.parametrize(
+    ("task", "rows"),
+    [
+        ("exact_match", _items("x" * 120, "y" * 200)),
+        ("exact_match", _items("x" * 200, references=("42",))),
+        ("json_match", _items("x" * 200)),
+        ("rouge", _items("x" * 200)),
+    ],
+    ids=["half are short", "a reference is short", "JSON", "of texts"],
+)
+def test_no_word_is_lost_on_references_that_can_be_met(task: str, rows: list[Row]) -> None:
+    assert list(long_references([Evaluation.model_validate({"task": task})], rows)) == []
+
+
 def test_every_fault_is_one_checks_own() -> None:
-    kinds: tuple[Kind, ...] = ("unusable", "too long", "special token", "overlap", "duplicate")
+    kinds: tuple[Kind, ...] = ("unusable", "too long", "special token", "placeholder", "overlap", "duplicate")
     for kind in kinds:
         assert [len(list(check(with_fault(kind), asking()))) for check in CHECKS].count(1) == 1
 

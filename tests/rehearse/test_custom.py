@@ -14,7 +14,7 @@ from finefit.plan.forecast import require_custom
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.cost_model import total_flops
 from finefit.rehearse.fake_model import StepConfig, measure_size
-from finefit.rehearse.layer_kinds import rehearse_extrapolated
+from finefit.rehearse.layer_kinds import memo_key, rehearse_extrapolated
 from finefit.rehearse.rehearsal import Rehearsal, rehearse
 from finefit.spec.load import parse_spec
 from finefit.spec.models import CustomModel, FolderModel, Full, Lora
@@ -85,7 +85,7 @@ def test_candidates_are_compared_by_a_few_layers_that_come_to_what_all_come_to(
     recompute: int, code: str, tmp_path: Path
 ) -> None:
     first, memo = cfg(tmp_path, code, DEEP, is_quick=True), dict[str, Rehearsal]()
-    assert rehearse_extrapolated(first, memo) is memo[repr(first)]  # the proof: all layers, and a few
+    assert rehearse_extrapolated(first, memo) is memo[memo_key(first)]  # the proof: all layers, and a few
     other = replace(first, levers=Levers(micro_batch=3, recompute=recompute))
     few, whole = rehearse_extrapolated(other, memo).trace, rehearse(other).trace
     assert repr(other) not in memo
@@ -99,14 +99,14 @@ def test_code_that_counts_on_all_of_its_layers_is_rehearsed_whole(code: str, tmp
     first, memo = cfg(tmp_path, code, DEEP, is_quick=True), dict[str, Rehearsal]()
     rehearse_extrapolated(first, memo)
     other = replace(first, levers=Levers(micro_batch=3))
-    assert rehearse_extrapolated(other, memo) is memo[repr(other)]
+    assert rehearse_extrapolated(other, memo) is memo[memo_key(other)]
 
 
 def test_what_is_chosen_is_rehearsed_whole(tmp_path: Path) -> None:
     quick, memo = cfg(tmp_path, CODE, DEEP, is_quick=True), dict[str, Rehearsal]()
     rehearse_extrapolated(quick, memo)
     chosen = replace(quick, is_quick=False)
-    assert rehearse_extrapolated(chosen, memo) is memo[repr(chosen)]
+    assert rehearse_extrapolated(chosen, memo) is memo[memo_key(chosen)]
 
 
 def test_a_tensor_that_no_gradient_reaches_is_named_with_its_reason(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tests.rehearse.conftest import (
     make_config,
     peak,
 )
+from tests.slow_cases import slow_but
 
 WIDTH = 64
 
@@ -123,7 +124,9 @@ def _sizes(shape: str) -> tuple[int, int, int, int, int]:
     )
 
 
-@pytest.mark.parametrize("shape", [name for name in SHAPES if SHAPES[name]["model_type"] != "qwen3"])
+@pytest.mark.parametrize(
+    "shape", slow_but(["qwen2.5-7b"], [name for name in SHAPES if SHAPES[name]["model_type"] != "qwen3"])
+)
 def test_lora_with_bf16_inputs_keeps_what_arithmetic_says(shape: str) -> None:
     """12h + 4Q + 4K + 8f + 4 heads, and the adapters' own small activations: 2 bytes for each of seven ranks."""
     h, q, k, f, heads = _sizes(shape)
@@ -140,6 +143,7 @@ def test_fp32_adapter_inputs_cost_copies_that_bf16_ones_share() -> None:
     assert _per_token_and_layer(copied) - _per_token_and_layer(plain) == pytest.approx(8 * 3584, rel=0.01)
 
 
+@pytest.mark.parametrize("shape", slow_but(["qwen3-4b"], list(SHAPES)))
 def test_recomputed_layers_keep_their_inputs_alone(shape: str) -> None:
     cfg = make_cfg(make_config(shape), levers={"recompute": 2})
     assert _per_token_and_layer(cfg) == pytest.approx(2 * SHAPES[shape]["hidden_size"], rel=0.001)
@@ -223,3 +227,61 @@ def test_flops_are_two_for_each_weight_and_token_forward_and_twice_that_backward
     )  # looking up a token is no product
     attention = 2 * 7 * 2 * 32 * (TOKENS * TOKENS // 2) * 64
     assert total_flops(rehearse(cfg).trace) == pytest.approx(6 * matrices * TOKENS + attention, rel=0.01)
+
+
+LATENT = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+"""Multi-head latent attention: queries and keys of 192, values of 128."""
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    ("capability", "precision", "kernel"),
+    [((9, 0), "bf16", "cudnn"), ((8, 9), "bf16", "efficient"), ((8, 9), "fp32", "efficient")],
+    ids=["hopper", "ada", "fp32"],
+)
+def test_values_narrower_than_keys_are_attended_to_in_their_own_width(
+    capability: tuple[int, int], precision: str, kernel: str, packing: bool
+) -> None:
+    tuning = Lora(kind="lora", rank=8, targets=("o_proj",))
+    levers = {"micro_batch": 2, "packing": packing}
+    cfg = make_cfg(LATENT, tuning=tuning, capability=capability, precision=precision, levers=levers)
+    found = rehearse(replace(cfg, tokens=128, supervised=100))
+    assert found.unreached == ()
+    attended = [block for block in found.trace.blocks if f"{kernel}_attention" in block.operation]
+    assert {block.operation for block in found.trace.blocks if "_attention" in block.operation} == {
+        f"aten::_scaled_dot_product_{kernel}_attention",
+        f"aten::_scaled_dot_product_{kernel}_attention_backward",
+    }
+    rows, width = (1 if packing else 2) * 128 * 4, 2 if precision == "bf16" else 4
+    made = {block.num_bytes for block in attended if not block.operation.endswith("backward")}
+    assert rows * 128 * width in made  # the answer
+    assert rows * 192 * width not in made
+
+
+@pytest.mark.parametrize(("width", "kernel"), [(256, "flash"), (512, "efficient")])
+def test_heads_wider_than_flash_attention_takes_are_attended_to_by_the_efficient_kernel(
+    width: int, kernel: str
+) -> None:
+    config = make_config(head_dim=width, num_attention_heads=2, num_key_value_heads=1)
+    found = rehearse(make_cfg(config, tokens=64, supervised=60))
+    assert any(f"{kernel}_attention_backward" in block.operation for block in found.trace.blocks)

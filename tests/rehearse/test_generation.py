@@ -18,6 +18,7 @@ from finefit.rehearse.generation import (
     rehearse_answers,
     rehearse_likelihood,
 )
+from finefit.spec.models import Tuning
 from tests.rehearse.conftest import FULL, LORA, make_cfg, make_config
 
 CPU: dict[str, Any] = {"device": "cpu", "capability": (0, 0), "precision": "fp32"}
@@ -144,3 +145,36 @@ def test_the_rehearsed_calls_are_those_of_a_real_model() -> None:
     sizes = [block.num_bytes for block in alive.blocks if block.instant == GENERATION]
     assert sizes.count(held // 4) >= 4  # keys and values of two layers, as long as the last copy makes them
     assert device_kernels("cpu", (0, 0), "fp32").workspace_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("tuning", "stored", "precision", "of_weights"),
+    [
+        (LORA, "float32", "fp32", 0.0),
+        (LORA, "bfloat16", "fp32", 0.5),
+        (LORA, "bfloat16", "bf16", 0.0),
+        (LORA, "float32", "bf16", 2.0),
+        (FULL, "bfloat16", "fp32", 0.5),  # the base; a checkpoint is in fp32
+        (FULL, "bfloat16", "bf16", 2.0),  # a checkpoint
+        (LORA.model_copy(update={"base_bits": 4}), "float32", "fp32", None),
+    ],
+)
+def test_on_a_cpu_a_file_of_another_precision_lies_beside_the_weights_until_they_are_read(
+    tuning: Tuning, stored: str, precision: str, of_weights: float | None
+) -> None:
+    cfg = make_cfg(make_config(dtype=stored), tuning=tuning, **(CPU | {"precision": precision}))
+    found = rehearse_answers(cfg, rows=1, prompt_tokens=16, new_tokens=2).trace
+    sizes = dict.fromkeys(("weights", "weights_file"), 0)
+    for ident, block in enumerate(found.blocks):
+        if block.instant == "load":
+            sizes[found.category(ident)] = sizes.get(found.category(ident), 0) + block.num_bytes
+    parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(read_config(cfg.config)).parameters())
+    expected = 4 * parameters if of_weights is None else of_weights * sizes["weights"]
+    assert sizes["weights_file"] == pytest.approx(expected, rel=0.001)
+    held = found.components(len(found.events) - 1)
+    assert "weights_file" not in held
+    on_card = make_cfg(make_config(dtype=stored), tuning=tuning)
+    assert (
+        "weights_file"
+        not in rehearse_answers(on_card, rows=1, prompt_tokens=16, new_tokens=2).trace.categories.values()
+    )

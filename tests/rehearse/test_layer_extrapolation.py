@@ -27,6 +27,7 @@ from finefit.rehearse.layer_extrapolation import (
 from finefit.rehearse.layer_kinds import (
     layer_kinds,
     layer_runs,
+    memo_key,
     names_layers,
     rehearse_extrapolated,
     tower_cuts,
@@ -102,6 +103,15 @@ CONFIGS: dict[str, StepConfig] = {
     "quick, accumulating": _cfg(is_quick=True, accumulates=True),
     "validated": _cfg(validation=(100, 99)),
     "processor": _cfg(device="cpu", capability=(0, 0), precision="fp32"),
+    "processor, from a file in bf16": _cfg(
+        _config(dtype="bfloat16"), device="cpu", capability=(0, 0), precision="fp32"
+    ),
+    "processor, packed from a file": _cfg(
+        tuning=Lora(kind="lora", rank=8, targets=("q_proj",), base_bits=4),
+        device="cpu",
+        capability=(0, 0),
+        precision="fp32",
+    ),
     "kinds of layers alternate": _cfg(
         _config(10, **GEMMA, layer_types=_alternating(10)),
         tokens=128,
@@ -151,7 +161,7 @@ def kinds_of_events(trace: Trace) -> Counter[tuple[str, int, int, bool]]:
 def test_a_stretched_rehearsal_is_the_whole_one(cfg: StepConfig) -> None:
     memo: dict[str, Rehearsal] = {}
     whole, stretched = rehearse(cfg), rehearse_extrapolated(cfg, memo)
-    assert repr(cfg) not in memo  # fewer layers were executed
+    assert memo_key(cfg) not in memo  # fewer layers were executed
     assert replay(stretched.trace.stream()) == replay(whole.trace.stream())
     assert len(stretched.trace.events) == len(whole.trace.events)
     assert kinds_of_events(stretched.trace) == kinds_of_events(whole.trace)
@@ -164,7 +174,7 @@ def test_a_stretched_rehearsal_is_the_whole_one(cfg: StepConfig) -> None:
 
 def test_layers_whose_events_do_not_repeat_are_all_executed() -> None:
     cfg, memo = _wide(tuning=_lora(base_bits=4, dora=True)), dict[str, Rehearsal]()
-    assert rehearse_extrapolated(cfg, memo) is memo[repr(cfg)]
+    assert rehearse_extrapolated(cfg, memo) is memo[memo_key(cfg)]
 
 
 def test_layers_without_rotary_embedding_are_not_taken_for_others() -> None:
@@ -183,8 +193,8 @@ def test_a_depth_below_four_periods_is_executed_as_it_is() -> None:
     memo: dict[str, Rehearsal] = {}
     found = rehearse_extrapolated(cfg, memo)
     assert layer_runs(layer_kinds(read_config(cfg.config)), 0) == (LayerRun(13, 6),)
-    assert list(memo) == [repr(cfg)]
-    assert found is memo[repr(cfg)]
+    assert list(memo) == [memo_key(cfg)]
+    assert found is memo[memo_key(cfg)]
 
 
 def test_another_depth_or_number_of_recomputed_layers_executes_nothing_new() -> None:
@@ -194,6 +204,28 @@ def test_another_depth_or_number_of_recomputed_layers_executes_nothing_new() -> 
         deep = rehearse_extrapolated(_cfg(_config(layers), levers={"recompute": recompute}, is_quick=True), memo)
         assert len(deep.trace.events) > len(shallow.trace.events)
     assert len(memo) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "head", "num_executed"),
+    [
+        ((8, 6), (8, 9), 64, 1),
+        ((8, 0), (8, 9), 64, 1),  # differ in the widest head alone
+        ((8, 0), (8, 9), 256, 2),
+        ((8, 9), (12, 0), 64, 1),  # differ in the size of workspaces
+        ((9, 0), (12, 0), 64, 2),  # differ in the kernel of attention
+    ],
+)
+def test_cards_whose_kernels_do_the_same_share_what_was_executed(
+    first: tuple[int, int], second: tuple[int, int], head: int, num_executed: int
+) -> None:
+    """And what they share is what each would have executed itself."""
+    memo: dict[str, Rehearsal] = {}
+    config = _config(2, head_dim=head)
+    for capability in (first, second, first):
+        cfg = _cfg(config, capability=capability, is_quick=True, levers={"packing": True})
+        assert rehearse_extrapolated(cfg, memo).trace == rehearse(cfg).trace
+    assert len(memo) == num_executed
 
 
 def test_what_is_in_the_memo_is_not_changed_by_stretching_it() -> None:
@@ -251,7 +283,7 @@ def test_one_dense_layer_among_experts_is_rehearsed_in_full() -> None:
     cfg = _cfg(_config(**MOE, mlp_only_layers=[0]), tuning=FULL, is_quick=True)
     memo: dict[str, Rehearsal] = {}
     found = rehearse_extrapolated(cfg, memo)
-    assert list(memo) == [repr(cfg)]
+    assert list(memo) == [memo_key(cfg)]
     assert replay(found.trace.stream()) == replay(rehearse(cfg).trace.stream())
 
 
@@ -404,7 +436,7 @@ CONFIGS_TOWERS: dict[str, StepConfig] = {
 def test_a_stretched_tower_is_the_whole_one(cfg: StepConfig) -> None:
     config, memo = read_config(cfg.config), dict[str, Rehearsal]()
     whole, stretched = rehearse(cfg).trace.beyond(len(layer_kinds(config))), rehearse_extrapolated(cfg, memo).trace
-    assert repr(cfg) not in memo  # fewer layers were executed
+    assert memo_key(cfg) not in memo  # fewer layers were executed
     assert replay(stretched.stream()) == replay(whole.stream())
     assert len(stretched.events) == len(whole.events)
     assert kinds_of_events(stretched) == kinds_of_events(whole)
@@ -444,7 +476,7 @@ def test_single_layers_that_are_named_are_rehearsed_as_they_are() -> None:
     ],
 )
 def test_a_layer_is_named_by_its_number(tuning: Tuning, *, is_named: bool) -> None:
-    assert names_layers(tuning) is is_named
+    assert names_layers(_cfg_towers("llava", tuning)) is is_named
 
 
 @pytest.mark.parametrize(

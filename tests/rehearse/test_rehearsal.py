@@ -48,8 +48,8 @@ def _cfg(config: dict[str, Any] | None = None, **changes: Any) -> StepConfig:
     [
         ({"hidden_size": 64}, "no model_type"),
         (make_config(model_type="nonesuch"), "nonesuch"),
-        ({"model_type": "vit"}, "vit cannot be built as a causal language model"),
-        ({"model_type": "t5"}, "t5 cannot be built as a causal language model"),
+        ({"model_type": "vit"}, "no causal language model of type vit"),
+        ({"model_type": "t5"}, "no causal language model of type t5"),
         ({"model_type": "bert", "num_hidden_layers": 2}, "bert is an encoder"),
         (make_config(hidden_size="wide"), "hidden_size"),
         (make_config(num_attention_heads=7), "not a multiple of the number of attention heads"),
@@ -60,6 +60,11 @@ def test_a_config_of_no_causal_language_model_is_refused_with_a_remedy(config: d
     with pytest.raises(ModelError, match=problem) as refused:
         rehearse(_cfg(config))
     assert refused.value.remedy
+
+
+def test_a_model_whose_attention_cannot_be_computed_is_refused_by_what_is_missing() -> None:
+    with pytest.raises(ModelError, match=r"^models of type gpt_oss have attention sinks, which"):
+        rehearse(_cfg({"model_type": "gpt_oss", "num_hidden_layers": 2}, device="cpu", precision="fp32"))
 
 
 def _with_mlp(
@@ -93,6 +98,16 @@ def test_a_forward_that_reads_a_tensor_on_the_host_is_named_with_its_module_and_
     assert operation in refused.value.problem
     assert ".item()" in refused.value.remedy
     assert "boolean mask" in refused.value.remedy
+
+
+def test_shapes_that_do_not_fit_are_not_blamed_on_reading_values() -> None:
+    def change(forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        return forward(hidden[..., 1:])
+
+    with pytest.raises(ModelError, match=r"aten::\S+ in \S+layers\.1\.mlp\S+ failed on fake tensors") as refused:
+        rehearse(_cfg(), _with_mlp(1, change))
+    assert ".item()" not in refused.value.remedy
+    assert "published model" in refused.value.remedy
 
 
 def _freeze(model: nn.Module) -> None:

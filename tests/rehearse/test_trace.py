@@ -8,7 +8,7 @@ import pytest
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.layer_extrapolation import find_inconsistencies
 from finefit.rehearse.layer_kinds import rehearse_extrapolated
-from finefit.rehearse.trace import WARM_UP, Sharding, Trace, sharded
+from finefit.rehearse.trace import OUTSIDE, WARM_UP, Block, Sharding, Trace, sharded
 from finefit.spec.models import Lora, Tuning
 from tests.rehearse.conftest import FULL, make_cfg, make_config
 
@@ -90,3 +90,12 @@ def test_a_sharded_trace_is_whole_and_the_old_one_untouched(sharding: Sharding) 
     assert not list(find_inconsistencies(found))
     assert len(found.events) == len(found.units) == len(found.instants) == before + 1
     assert len(_whole(FULL).events) == before
+
+
+def test_the_most_that_small_blocks_took_at_once() -> None:
+    trace = Trace()
+    first, _, second = (trace.allocate(Block(size, "forward", "", "", OUTSIDE), OUTSIDE) for size in (3, 100, 4))
+    trace.free(first, OUTSIDE, "backward")
+    trace.allocate(Block(2, "backward", "", "", OUTSIDE), OUTSIDE)
+    trace.free(second, OUTSIDE, "backward")
+    assert (trace.peak_below(100), trace.peak_below(101), trace.peak_below(1)) == (7, 107, 0)

@@ -26,7 +26,7 @@ from finefit.report.compare import (
     terminal_view,
 )
 from finefit.report.compare_page import page, write_files
-from finefit.report.layout import shortened, visible
+from finefit.report.layout import shortened, visible, without_markup
 from finefit.report.scores import format_value
 from finefit.stats.comparisons import Spread
 from finefit.stats.metrics import mean, rate
@@ -75,6 +75,46 @@ def test_eighty_columns_are_enough_for_two_runs(compared: Comparison) -> None:
     text = _shown(compared, width=80)
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text.split("most gained")[0]
+
+
+def test_the_losses_of_each_side_are_shown(compared: Comparison) -> None:
+    shown = " ".join(_shown(compared).replace("│", " ").split())
+    assert "final train 0.5000 (step 6) 0.5000 (step 6)" in shown
+    assert "best validation 0.7000 (step 6) 0.7000 (step 6)" in shown
+    assert "| final train | 0.5000 (step 6) | 0.5000 (step 6) |" in markdown(compared)
+    untrained = replace(compared, curves=())
+    assert "final train" not in _shown(untrained) + markdown(untrained)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nadd 1\nand 2<|im_end|>\n<|im_start|>assistant\n",
+        (
+            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nadd 1\nand 2<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        ),
+        "<|system|>Be brief.<|end|>\n<|user|>add 1\nand 2<|end|>\n<|assistant|>",
+    ],
+    ids=["ChatML", "Llama 3", "Phi"],
+)
+def test_a_prompt_is_shown_without_the_tokens_of_its_template(prompt: str) -> None:
+    lines = [line for line in without_markup(prompt).splitlines() if line]
+    assert lines == ["system: Be brief.", "user: add 1", "and 2"]
+    assert without_markup("is 1 < 2 | 3 > 2? <b>x</b>") == "is 1 < 2 | 3 > 2? <b>x</b>"
+
+
+def test_items_are_shown_without_the_tokens_of_a_template(tmp_path: Path) -> None:
+    def items(hits: tuple[int, ...]) -> list[object]:
+        prompt = "<|im_start|>user\nadd 1 and 2<|im_end|>\n<|im_start|>assistant\n"
+        return [replace(make_item(at, hit=float(hit)), prompt=prompt) for at, hit in enumerate(hits)]
+
+    runs = [make_run(tmp_path / n, results={"checkpoint-6": items(h)}) for n, h in (("a-1", HITS), ("b-1", MISSES))]  # type: ignore[dict-item]
+    found = compare([str(run.path) for run in runs])
+    for text in (_shown(found), page(found)):
+        assert "im_start" not in text
+        assert "user: add 1 and 2" in text
 
 
 def test_a_missing_run_is_missing_in_every_view(tmp_path: Path) -> None:

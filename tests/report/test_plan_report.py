@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from finefit.artifacts.forecasts import EvalBatchLimit, Forecast, GradientMap, Suggestion
+from finefit.artifacts.forecasts import EvalBatchLimit, Forecast, GradientMap, PlanningProgress, Suggestion
 from finefit.plan.stage_costs import training_costs
 from finefit.report.forecast import show_forecast
 from finefit.report.layout import apportion, duration, three_digits
-from finefit.report.plan import RunPlan, plan_document, show_plan
+from finefit.report.plan import PlanningLine, RunPlan, plan_document, show_plan
 from finefit.spec.schema import Ddp, DeepSpeed, Fsdp2
 from tests.forecasts import COMPONENTS, GIB, make_forecast
 from tests.snapshots import Transcript
@@ -90,6 +90,10 @@ def _fused() -> Forecast:
     return make_forecast(levers=levers, reasons={"kernels": "faster", "update": "asked for"})
 
 
+def _packed() -> Forecast:
+    return make_forecast(levers=replace(make_forecast().levers, packing=True))
+
+
 def _pairs() -> Forecast:
     lengths = replace(make_forecast().lengths, sides=2)
     return make_forecast(lengths=lengths, instants=make_forecast().instants | {"reference": int(15 * GIB)})
@@ -116,6 +120,7 @@ SHOWN: dict[str, tuple[Forecast, int]] = {
     "a peak without a module": (make_forecast(peak_module="", peak_operation="aten::mul.Tensor"), 100),
     "unknown rates": (EVERY_KIND[3], 100),
     "fused kernels": (_fused(), 100),
+    "packs hold more rows than micro_batch": (_packed(), 100),
     "pairs are measured by their sides": (_pairs(), 100),
     "evaluations with memory and time": (make_forecast(eval_limits=LIMITS), 160),
     "ddp on a cpu": (make_forecast(card="cpu", devices=2, engine=Ddp(kind="ddp", devices=2)), 100),
@@ -219,6 +224,27 @@ def test_the_document_has_every_promised_key() -> None:
     (first, *_) = document["cards"][1]["suggestions"]
     assert first.keys() == {"changes", "saves_bytes", "peak_bytes", "fits", "is_exact", "price", "step_seconds"}
     assert first["changes"] == ["levers.recompute=all", "levers.loss_chunk=512"]
+
+
+def test_a_table_of_cards_shows_the_change_that_a_card_alone_is_shown_first() -> None:
+    """Not a faster one with more changes, of which the second does no good."""
+    both = make_suggestion("optimizer.kind=adamw_8bit", *LOSSY.changes, is_exact=False, step_seconds=0.5)
+    forecast = too_large(suggestions=(LOSSY, both, OFFLOAD))
+    text = cards_shown(make_forecast(), forecast, width=200)
+    assert text.splitlines()[2].endswith(" fits with tuning.base_bits=4")
+
+
+def test_a_long_wait_shows_card_candidate_and_time_and_how_many_cards_are_left() -> None:
+    now = 0.0
+    line = PlanningLine("rehearsing", clock=lambda: now)
+    assert str(line) == "rehearsing, 0 s"
+    for card, number in (("RTX 4090", 1), ("RTX 4090", 1), ("L4", 2), ("L4", 2)):
+        line.note(PlanningProgress(card=card, number=number, num_cards=3, doing="micro_batch 4, recompute 12"))
+    assert line.overdue() is None
+    now = 75.0
+    expected = "rehearsing for L4 (card 2 of 3), 1 min 15 s: candidate 2, micro_batch 4, recompute 12"
+    assert (line.overdue(), line.overdue()) == (expected, None)
+    assert line.__rich__().plain == expected
 
 
 def test_the_stage_that_fills_its_card_most_stands_at_the_top_of_the_document() -> None:

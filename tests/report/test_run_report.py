@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console, RenderableType
@@ -13,7 +14,7 @@ from finefit.artifacts.stage_records import EvalResult, Score, StageResult
 from finefit.cli.console import open_console
 from finefit.report.layout import clock
 from finefit.report.plan import plan_view
-from finefit.report.run import evals_of, result_lines, run_document, show_change, show_end
+from finefit.report.run import eval_memory_lines, evals_of, result_lines, run_document, show_change, show_end
 from tests.evals import make_item, make_request, make_result
 from tests.report.conftest import note
 
@@ -26,6 +27,7 @@ RESULT = StageResult(
     tokens=2906,
     seconds=3725.0,
     peak_bytes=2**30,
+    predicted_bytes=3 * 2**29,
 )
 
 
@@ -46,16 +48,25 @@ def _shown(renderable: RenderableType, width: int = 200) -> str:
     return shown.getvalue()
 
 
-def test_a_plan_shows_every_value_with_its_source() -> None:
+def test_a_run_shows_what_differs_from_the_defaults_and_names_the_record_of_the_rest() -> None:
     values = {
         "seed": Resolved(value=7, source="spec"),
+        "data.train": Resolved(value=[{"path": "a.jsonl", "fields": {}, "weight": 1.0, "limit": 9}], source="spec"),
         "levers.micro_batch": Resolved(value=2, source="--set"),
+        "levers.recompute": Resolved(value=0, source="searched: no layer need be"),
+        "levers.packing": Resolved(value=True, source="no padding"),
+        "engine.kind": Resolved(value="single", source="one device"),
+        "threads": Resolved(value=2, source="torch's own choice"),
         "optimizer.clip": Resolved(value=1.0, source="default"),
         "schedule.steps": Resolved(value=None, source="default"),
     }
-    shown = _shown(plan_view(Plan(stages={"sft": values})))
+    shown = _shown(plan_view(Plan(stages={"sft": values}), Path("runs/a-1/plan.json")))
     assert shown.splitlines()[1].split() == ["levers.micro_batch", "2", "--set"]
-    assert shown.splitlines()[2:] == ["from the spec: seed 7", "defaults: optimizer.clip 1.0, schedule.steps null"]
+    assert shown.splitlines()[2].split() == ["levers.packing", "true", "no", "padding"]
+    assert shown.splitlines()[3:] == [
+        'from the spec: seed 7, data.train [{"path": "a.jsonl", "limit": 9}]',
+        "Other settings have their defaults; runs/a-1/plan.json lists every value with its source.",
+    ]
 
 
 def test_brackets_and_colons_are_shown_as_they_stand(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,8 +83,20 @@ def test_with_json_everything_else_goes_to_stderr(capsys: pytest.CaptureFixture[
 def test_a_result_in_words() -> None:
     assert result_lines(RESULT) == [
         "trained 2,048 of 10,912 parameters (18.77%)",
-        "12 steps, 2,906 tokens; 1:02:05 since it was last started; peak memory 1.00 GiB",
+        "12 steps, 2,906 tokens; 1:02:05 since it was last started; peak memory 1.00 GiB, planned for 1.50 GiB",
     ]
+
+
+def test_a_result_of_an_earlier_version_has_no_prediction() -> None:
+    assert result_lines(replace(RESULT, predicted_bytes=None))[1].endswith("; peak memory 1.00 GiB")
+
+
+def test_the_end_of_a_run_shows_the_memory_of_the_evaluation_that_took_most(run: RunDir) -> None:
+    for checkpoint, peak in (("base", 2**29), ("checkpoint-12", 2**30)):
+        result = replace(_evaluated(run, checkpoint, 0.5), peak_bytes=peak, predicted_bytes=3 * 2**29)
+        write_record(stage_of(run).evaluation("json_match", checkpoint).result, result)
+    expected = "evaluation: peak memory 1.00 GiB, planned for 1.50 GiB"
+    assert eval_memory_lines(evals_of(stage_of(run))) == [expected]
 
 
 def test_evaluations_are_ordered_by_task_base_first_then_by_step(run: RunDir) -> None:
@@ -130,7 +153,8 @@ def test_the_end_of_a_run_names_the_folder_of_the_model(run: RunDir) -> None:
     write_record(stage_of(run).result, RESULT)
     shown = io.StringIO()
     show_end(run, Console(file=shown, width=40))
-    assert shown.getvalue().endswith(f"run      {run.path}\nmodel    {stage_of(run).checkpoints / 'final'}\n")
+    places = f"run      {run.path}\nmodel    {stage_of(run).checkpoints / 'final'}\n"
+    assert shown.getvalue().partition(places)[2].strip().startswith("an adapter of model: peft loads it")
 
 
 def test_a_demo_compares_base_and_final_on_three_messages_whatever_else_was_scored(run: RunDir) -> None:

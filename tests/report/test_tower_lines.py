@@ -2,6 +2,7 @@
 models nothing is."""
 
 import io
+from pathlib import Path
 
 from rich.console import Console
 
@@ -33,7 +34,7 @@ def _shown(forecast: Forecast) -> tuple[str, str, str]:
     consoles = [Console(file=io.StringIO(), width=160) for _ in range(3)]
     show_forecast(forecast, consoles[0], stage="sft")
     show_stage("sft", _checked(forecast).stages["sft"], consoles[1], is_flat=True)
-    consoles[2].print(plan_view(Plan(stages={"sft": {}}, forecasts={"sft": forecast})))
+    consoles[2].print(plan_view(Plan(stages={"sft": {}}, forecasts={"sft": forecast}), Path("plan.json")))
     plan, check, run = (console.file.getvalue() for console in consoles if isinstance(console.file, io.StringIO))
     return plan, check, run
 

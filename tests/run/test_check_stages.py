@@ -98,6 +98,15 @@ def test_a_training_with_a_forecast_is_judged_by_it(base: Path) -> None:
         _sound(pipeline, base, {"sft": (frozen,)}, names=("sft",))
 
 
+def test_without_a_usable_row_nothing_is_rehearsed_and_the_reasons_are_counted(base: Path) -> None:
+    pipeline = parse_any(STAGES, where="spec.yaml", overrides=("stages.sft.data.max_tokens=20",))
+    assert isinstance(pipeline, Pipeline)
+    found = check_pipeline(pipeline, base, base / "runs", names=("sft",))
+    assert found.stages["sft"].prepared is not None
+    assert found.stages["sft"].forecast is None
+    assert "none of the 22 train rows is left: 22 too long" in [one.problem for _, one in found.findings]
+
+
 def test_a_leak_is_found_in_rows_that_are_cut(base: Path) -> None:
     _long_row_in_both(base)
     with pytest.raises(FindingError, match=r"train\.jsonl:23 \(sft\) is test\.jsonl:6: the same row"):

@@ -133,7 +133,7 @@ def test_answers_are_read_from_json_lines_and_tables(tmp_path: Path) -> None:
         ("", "add 1 and 2", "3")
     ]
     assert [(one.id, one.text, one.place) for one in read_answers(tmp_path / "b.csv", None)] == [
-        ("2", '{"sum": 7}', "b.csv:1")
+        ("2", '{"sum": 7}', "record 1 of b.csv")
     ]
 
 

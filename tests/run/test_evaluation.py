@@ -5,13 +5,14 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from finefit.artifacts.atomic import read_lines
-from finefit.artifacts.checkpoint import MANIFEST
+from finefit.artifacts.checkpoint import write_checkpoint
 from finefit.artifacts.forecasts import EvalBatchLimit
 from finefit.artifacts.records import Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir, stage_of
@@ -71,12 +72,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     return found
 
 
+def _write_weights(text: str, staging: Path) -> None:
+    (staging / "weights").write_text(text)
+
+
 @pytest.fixture
 def trained(run: RunDir) -> RunDir:
     folder = stage_of(run).checkpoints
     for step in (9, 12):
-        (folder / f"checkpoint-{step}").mkdir(parents=True)
-        (folder / f"checkpoint-{step}" / MANIFEST).write_text(json.dumps({"step": step}))
+        fill = partial(_write_weights, f"after step {step}")
+        write_checkpoint(folder, step, fill, needed_bytes=0)
     (folder / "final").symlink_to("checkpoint-12")
     return run
 

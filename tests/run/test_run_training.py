@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finefit.artifacts.checkpoint import MANIFEST
+from finefit.artifacts.checkpoint import write_checkpoint
 from finefit.artifacts.records import Failure, Run, read_record, write_record
 from finefit.artifacts.rundir import RunDir, StageDir, stage_of
 from finefit.artifacts.stage_records import EvalFailure, EvalRequest, StageResult
@@ -48,8 +48,7 @@ def _play(monkeypatch: pytest.MonkeyPatch, play: Play) -> list[str]:
 def _all_goes_well(module: str, argument: Path) -> int:
     if module == "finefit.train.worker":
         checkpoints = StageDir(argument).checkpoints
-        (checkpoints / "checkpoint-12").mkdir(parents=True, exist_ok=True)
-        (checkpoints / "checkpoint-12" / MANIFEST).write_text("{}")
+        write_checkpoint(checkpoints, 12, lambda staging: (staging / "weights").touch(), needed_bytes=0)
         (checkpoints / "final").unlink(missing_ok=True)
         (checkpoints / "final").symlink_to("checkpoint-12")
         write_record(StageDir(argument).result, DONE)

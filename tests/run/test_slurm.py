@@ -164,6 +164,7 @@ def wait_for(*paths: Path) -> list[str]:
     return [path.read_text() for path in paths]
 
 
+@pytest.mark.slow
 def test_a_warned_job_saves_is_queued_again_and_does_not_start_another_run(tmp_path: Path) -> None:
     executor = open_executor(tmp_path / "jobs", cluster="local")
     executor.update_parameters(tasks_per_node=2, timeout_min=5)

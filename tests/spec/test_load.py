@@ -1,5 +1,6 @@
 """Messages are read as a user reads them: where, which key, which value, what is accepted."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def test_a_small_spec_is_filled_with_defaults() -> None:
 
 def test_exponents_without_a_dot_are_numbers() -> None:
     for text, value in {"1e-5": 1e-5, "2E-4": 2e-4, ".5": 0.5, "3": 3.0, "+1.e-3": 1e-3}.items():
-        assert parsed(GOOD.replace("1e-5", text)).optimizer.lr == value
+        assert parsed(GOOD.replace("1e-5", f"1e-5\n  eps: {text}")).optimizer.eps == value
 
 
 def test_a_word_is_text_and_so_is_a_quoted_number() -> None:
@@ -94,7 +95,7 @@ def test_json_and_back_is_the_same_spec_and_the_same_text() -> None:
         "validate: {every: epoch}\nevaluate: [{task: exact_match, limit: 10}]\nlevers: {micro_batch: "
         "2}\non_nan: {kind: skip}\n"
     )
-    spec = parsed(text, "optimizer.lr=0.1234567890123456789", "tuning.targets=[q_proj, v_proj]", "optimizer.clip=null")
+    spec = parsed(text, "optimizer.lr=0.01234567890123456789", "tuning.targets=[q_proj, v_proj]", "optimizer.clip=null")
     document = spec_to_json(spec)
     assert spec_from_json(document) == spec
     assert spec_to_json(spec_from_json(document)) == document
@@ -120,9 +121,24 @@ NAN = "`kind: stop`, `kind: skip`, `kind: roll_back`"
         ("rank", "colour", f"run.yaml:5 tuning.colour: there is no such key; the keys here are {LORA}"),
         ("$", "validation: {every: epoch}\n", "run.yaml:11 validation: there is no such key; did you mean `validate`?"),
         ("  lr: 1e-5", "  clip: 1", "run.yaml:9 optimizer.lr: missing; give a number"),
-        ("name: medical\n", "", "run.yaml:1 name: missing; give text"),
+        ("1e-5", "2", "run.yaml:10 optimizer.lr: 2 is far above what AdamW can train with, so it looks like a typing"),
+        ("$", "learning_rate: 1\n", "run.yaml:11 learning_rate: there is no such key; finefit calls it `optimizer.lr`"),
+        ("rank", "lora_alpha", "run.yaml:5 tuning.lora_alpha: there is no such key; finefit calls it `tuning.alpha`"),
         ("kind: hub", "kind: hubb", f'run.yaml:2 model.kind: "hubb" is not accepted; accepted: {KINDS}; did you mean'),
         ("kind: hub, ", "", f"run.yaml:2 model.kind: missing; give {KINDS}"),
+        (
+            "{kind: hub, id: owner/name}",
+            "owner/name",
+            'run.yaml:2 model: "owner/name" is text; write {kind: hub, id: owner',
+        ),
+        (
+            "{kind: hub, id: owner/name}",
+            "./mine",
+            'run.yaml:2 model: "./mine" is text; write {kind: folder, path: ./mine}',
+        ),
+        ("\n    - path: a.jsonl", " a.jsonl", 'run.yaml:7 data.train: "a.jsonl" is text; write [{path: a.jsonl}]'),
+        ("path: a.jsonl", "a.jsonl", 'run.yaml:8 data.train.0: "a.jsonl" is text; write {path: a.jsonl}'),
+        ("\n  train:\n    - path: a.jsonl", " a", 'run.yaml:6 data: "a" is text; write {train: [{path: a}]}'),
         ("$", "on_nan: stop\n", f'run.yaml:11 on_nan: "stop" is text; a mapping with {NAN} is needed'),
         ("$", "device: gpu\n", 'run.yaml:11 device: "gpu" is not accepted; accepted: `auto`, `cpu`, `cuda`'),
         ("1e-5", "0,001", 'run.yaml:10 optimizer.lr: "0,001" is text; a number is needed'),
@@ -344,7 +360,7 @@ def test_what_is_no_override_is_refused_with_an_example(override: str) -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("schedule.epochs=two", 'schedule.epochs: "two" is text; a whole number or `null` is needed'),
+        ("schedule.epochs=two", 'schedule.epochs: "two" is text; a number or `null` is needed'),
         ("shedule.epochs=2", "shedule: there is no such key; did you mean `schedule`?"),
         ("data.train.1.path=b", "data.train.1.path: `1` is not an item of a list of 1 (the first is 0); override"),
         ("data.train=[]", "data.train: [] has 0 items; give at least 1"),
@@ -390,14 +406,14 @@ def test_a_missing_file_gets_the_nearest_names(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     with pytest.raises(SpecError, match=r"medcal\.yaml: there is no such file; did you mean `medical\.yaml`\?"):
         load_spec(tmp_path / "medcal.yaml")
-    with pytest.raises(SpecError, match=r"there is no such file; the folder holds medical\.yaml$"):
+    with pytest.raises(SpecError, match=r"there is no such file; `finefit recipes` lists specs to start from$"):
         load_spec(tmp_path / "x")
     with pytest.raises(SpecError, match="its folder cannot be listed either"):
         load_spec(tmp_path / "nowhere" / "x.yaml")
 
 
 def test_a_folder_is_no_spec(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"cannot be read .*; give a YAML file"):
+    with pytest.raises(SpecError, match="is a folder, and a spec is a YAML file"):
         load_spec(tmp_path)
     with pytest.raises(SpecError, match="cannot be read"):
         load_spec(tmp_path / "a\0b")
@@ -649,3 +665,68 @@ def test_an_item_of_a_list_that_stands_in_the_base_is_not_written_beside_it() ->
         SpecError, match=r"evaluate is in base\.yaml, so evaluate\.0\.batch=auto cannot be written here"
     ):
         changed_text("base: base.yaml\nname: a\n", ["levers.micro_batch=4", "evaluate.0.batch=auto"])
+
+
+SMALLEST = "model: {kind: hub, id: owner/name}\ndata: {train: [{path: a.jsonl}]}\n"
+
+
+def test_the_smallest_spec_names_a_model_and_data(tmp_path: Path) -> None:
+    path = tmp_path / "my chat.yaml"
+    path.write_text(SMALLEST, encoding="utf-8")
+    spec = load_spec(path)
+    assert (spec.name, spec.tuning.kind, spec.optimizer.lr) == ("my-chat", "lora", 2e-4)
+    assert load_spec(path, ["tuning={kind: full}"]).optimizer.lr == 1e-5
+    assert spec.model_fields_set == {"model", "data"}
+
+
+def test_a_part_of_an_epoch_is_trained() -> None:
+    assert parsed(GOOD, "schedule.epochs=0.5").schedule.num_steps(7) == 4
+    assert parsed(GOOD, "schedule.epochs=0.001").schedule.num_steps(7) == 1
+    assert '"epochs": 2,' in spec_to_json(parsed(GOOD, "schedule.epochs=2"))
+
+
+def test_a_wrong_tuning_is_not_reported_at_the_optimizer_that_depends_on_it() -> None:
+    with pytest.raises(SpecError) as caught:
+        parsed(SMALLEST, "tuning={kind: lora, rank: 0}")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_what_may_be_endless_or_is_huge_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for path in (Path("/dev/zero"), tmp_path / "pipe.yaml"):
+        with pytest.raises(SpecError, match="is not a regular file"):
+            load_spec(path)
+    huge = tmp_path / "huge.yaml"
+    huge.touch()
+    os.truncate(huge, 1 << 40)
+    with pytest.raises(SpecError, match="is larger than 1 MiB"):
+        load_spec(huge)
+
+
+def test_aliases_that_multiply_are_refused_at_the_first() -> None:
+    lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 40))]
+    with pytest.raises(SpecError, match="is an alias"):
+        parsed("\n".join(lines))
+
+
+def test_a_data_file_is_answered_with_the_spec_that_uses_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}\n", encoding="utf-8")
+    with pytest.raises(SpecError, match="is a data file") as caught:
+        load_spec(path)
+    spec = parse_spec(caught.value.remedy.partition(":\n")[2], where="spec.yaml")
+    assert spec.data.train[0].path == str(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "tool"),
+    [
+        ("base_model: a/b\nsequence_len: 2048\nlora_r: 8\ndatasets: [{path: x}]\n", "axolotl"),
+        ("model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ncutoff_len: 2048\n", "LLaMA-Factory"),
+        ("model_name_or_path: a/b\ndataset_name: c/d\nuse_peft: true\n", "TRL"),
+        ("model: {_component_: torchtune.models.llama3.llama3_8b}\nepochs: 1\n", "torchtune"),
+    ],
+)
+def test_a_config_of_another_tool_is_named(text: str, tool: str) -> None:
+    with pytest.raises(SpecError, match=f"run.yaml is a config of {tool}"):
+        parsed(text)

@@ -124,6 +124,7 @@ def test_a_router_from_centroids_sends_held_out_tokens_to_their_own_expert(here:
     assert any("first choice is their own expert: letters" in line for line in summary_lines("build_moe", summary))
 
 
+@pytest.mark.slow
 def test_what_was_held_with_a_model_loaded_is_recorded_where_one_is_loaded(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from torch.multiprocessing.spawn import start_processes
 from tests.slow_cases import slow_but
 from tests.step.rank_group import KINDS, LEFT_OUT, STEPS, Kind, Left, alone, as_rank, free_port
 
-QUICK = ("ddp", "fsdp2")
+QUICK = ("fsdp2",)
 """DeepSpeed is held by tests/train/test_saver.py in `make test`."""
 TRAININGS = ("lora", "full", "lora-on", "full-on")
 
@@ -134,6 +134,7 @@ def test_zero2_divides_the_state_and_leaves_the_weights_whole(training: str, ran
         assert found.facts["state_here"] <= 0.51 * found.facts["state"]
 
 
+@pytest.mark.slow
 def test_ddp_holds_all_of_it(rank_group: RankGroup) -> None:
     for found in rank_group.ranks("ddp", "full"):
         assert found.facts["values_here"] == found.facts["values"]

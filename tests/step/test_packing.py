@@ -238,9 +238,9 @@ def test_heads_that_are_repeated_for_older_cards_are_packed_alike() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "longest", "words"),
     [
-        ("mamba", {}, 10, "of type mamba"),
+        ("mamba", {}, 10, "layers of kind linear_attention, which would see the previous row"),
         ("gpt_oss", {}, 10, "of type gpt_oss"),
-        ("qwen3_next", {}, 10, "of type qwen3_next"),
+        ("qwen3_next", {}, 10, "layers of kind linear_attention, which would see the previous row"),
         ("llama", {"layer_types": ["full_attention", "linear_attention"]}, 10, "linear_attention"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, 10, "caps its attention scores"),
         ("mistral", {"sliding_window": 4096}, 4097, "4097 tokens, the model's window 4096"),

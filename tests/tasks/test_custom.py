@@ -245,6 +245,13 @@ def test_the_example_in_the_documents_is_a_task(tmp_path: Path) -> None:
     assert built.prompt[-1].content == "How far?\nAnswer with a number and its unit."
 
 
+def test_the_last_number_in_the_documents_scores_answers_like_those_of_gsm8k(tmp_path: Path) -> None:
+    document = (Path(__file__).parents[2] / "docs/evaluation.md").read_text(encoding="utf-8")
+    task = _own(tmp_path, document.split("```python\n")[2].partition("```")[0])
+    row = make_row("Natalia sold 48/2 = 24 clips in May, and 48+24 = 72 in all.\n#### 1,072")
+    assert metrics_of(task, [row] * 3, ["So it is 1072.", "1,072 of 3", "many"]) == {"right": 1 / 3}
+
+
 OWN = Evaluation.model_validate({"task": {"kind": "python", "path": "mine.py"}})
 HARNESS = Evaluation.model_validate_json('{"task": {"kind": "lm_eval", "tasks": ["x"], "folder": "own"}}')
 

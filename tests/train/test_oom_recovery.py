@@ -25,12 +25,13 @@ from finefit.objective.batch import Batch
 from finefit.spec.schema import DeepSpeed
 from finefit.step.engine import Engine, SingleProcessEngine
 from finefit.step.engine_choice import require_possible
-from finefit.train import context, oom_recovery
+from finefit.step.optimize import optimizer_step
+from finefit.train import context, loop, oom_recovery, worker
 from finefit.train.batches import capacity_under
 from finefit.train.context import LeverChanges
 from finefit.train.ranks import ONE_RANK
 from finefit.train.worker import work
-from tests.conftest import make_model, make_model_folder, make_project
+from tests.conftest import make_model, make_model_folder, make_project, write_jsonl
 from tests.faults import (
     TRAINING,
     Job,
@@ -650,3 +651,50 @@ def test_under_zero_3_no_lever_is_pulled_that_it_cannot_carry_out() -> None:
     assert pulled == [Levers(micro_batch=1, recompute=2, loss_chunk=256, offload=True)]
     ctx.stage = replace(stage, engine=DeepSpeed(kind="deepspeed", devices=2, stage=2))
     assert oom_recovery.next_levers(levers, ctx) == replace(levers, mlp_tiles=8)
+
+
+# The worst batch, measured as on a card: by the memory of this process.
+
+
+def count_steps(taken: Path) -> None:
+    """From now on this process compares its memory with the plan, and writes a line for each step that it computes."""
+
+    def counted(name: str, really: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **rest: Any) -> Any:
+            with taken.open("a") as file:
+                file.write(f"{name}\n")
+            return really(*args, **rest)
+
+        return step
+
+    setattr(worker, "measured_card", lambda *_, **__: "a card of tests")  # noqa: B010
+    for module in (loop, oom_recovery):
+        setattr(module, "optimizer_step", counted(module.__name__, optimizer_step))  # noqa: B010
+
+
+def even_project(folder: Path, **rest: Any) -> Path:
+    """All rows are equally long, so every step is as large as any."""
+    path = still_project(folder, **rest)
+    content = [f"{number} and {number}" for number in range(10, 32)]
+    turns = [(("user", text), ("assistant", "x" * 9)) for text in content]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in each]} for each in turns]
+    write_jsonl(path.parent / "train.jsonl", rows)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("project", "repeated", "after"), [(even_project, 0, 2), (still_project, 1, 1)], ids=["even rows", "uneven rows"]
+)
+def test_the_worst_batch_is_computed_again_only_where_the_second_step_is_not_as_large(
+    tmp_path: Path, project: Callable[..., Path], repeated: int, after: int
+) -> None:
+    spec = re.sub(r"epochs: \d+", "steps: 3", STILL.replace("{micro_batch: 2}", UNPULLED))
+    taken = tmp_path / "taken"
+    where = run_to_end(make_job(tmp_path, spec=spec, project=project), lambda: count_steps(taken))
+    steps = taken.read_text().split()
+    assert (steps.count(loop.__name__), steps.count(oom_recovery.__name__)) == (3, repeated)
+    (told,) = events(where, "measured")
+    assert (told["step"], told["predicted_bytes"]) == (after, read_record(where.stage, Stage).predicted_bytes)
+    last = list(read_lines(where.path / "memory.jsonl"))[-1]
+    assert 0 < told["measured_bytes"] <= last["peak_bytes"]
+    assert told["error"] == round(told["predicted_bytes"] / told["measured_bytes"] - 1, 5)

@@ -210,7 +210,7 @@ def test_a_processor_of_another_model_is_refused(plain: Path, tmp_path: Path) ->
     with pytest.raises(ModelError, match="patches of 14 pixels, 2 to a block, 2 frames; the tower takes 8, 2 and 2"):
         image_processor_of(copied)
     (copied / "preprocessor_config.json").unlink()
-    with pytest.raises(ModelError, match="mixed has no image processor that can be loaded"):
+    with pytest.raises(ModelError, match=r"the image processor of .*mixed cannot be read"):
         image_processor_of(copied)
 
 

@@ -310,7 +310,7 @@ def test_a_processor_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"makes tiles of 16 x 16 pixels, and the vision tower takes {SIDE} x {SIDE}"):
         opened(folder)
     (folder / "preprocessor_config.json").unlink()
-    with pytest.raises(ModelError, match="has no image processor that can be loaded"):
+    with pytest.raises(ModelError, match=r"the image processor of .* cannot be read"):
         opened(folder)
 
 

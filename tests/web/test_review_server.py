@@ -16,7 +16,7 @@ from finefit.review.items import ReviewSet
 from finefit.review.session import Session
 from finefit.review.verdicts import JournalEntry, ResultsRevealed, Verdict
 from finefit.web.review import review_app
-from finefit.web.server import MAX_BODY_BYTES, Guard, Token, bound, is_loopback, names_of
+from finefit.web.server import MAX_BODY_BYTES, MAX_HEADER_BYTES, Guard, Token, bound, is_loopback, names_of
 from tests.reviews import MODELS, OPENED, in_memory, make_review_set, make_single, on_disk, side_of
 
 HOST = "127.0.0.1:8000"
@@ -234,6 +234,13 @@ def test_a_long_body_is_refused_and_one_at_the_limit_is_read(client: Client) -> 
     assert client.post("/api/turn", content=_pieces(long[:40000], long[40000:]), headers=headers).status_code == 413
     fits = b'{"rater": "ann"}'.ljust(MAX_BODY_BYTES)
     assert client.post("/api/turn", content=fits, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("more", [{"X-Long": "x" * 100_000}, {f"X-{at}": "x" * 500 for at in range(40)}])
+def test_long_headers_are_refused_and_those_at_the_limit_are_read(client: Client, more: dict[str, str]) -> None:
+    assert client.get("/", headers=more).status_code == 431
+    assert client.get("/?" + "x" * MAX_HEADER_BYTES).status_code == 431
+    assert client.get("/", headers={"X-Long": "x" * (MAX_HEADER_BYTES - 500)}).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,26 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import (
+    Any,
+    NotRequired,  # pydantic cannot take apart those of typing before Python 3.12
+    TypeVar,
+    cast,
+    overload,
+)
 
-from finefit.errors import DiskFull, FinefitError
+from pydantic import ConfigDict, ValidationError
+from typing_extensions import TypedDict
+
+from finefit.artifacts.reading import adapter_of, damaged_line, open_to_append, parse_object, read_objects
+from finefit.errors import DiskFull, FinefitError, RunError
 from finefit.facts.files import free_bytes
+
+T = TypeVar("T")
+Where = Callable[[dict[str, Any]], bool]
 
 STAGING, REMOVING = ".staging-", ".removing-"
 """Prefixes of folders that are not visible yet, or no longer."""
@@ -31,6 +44,9 @@ def staged_file(path: Path, needed_bytes: int | None = None, *, durable: bool = 
             if durable:
                 sync(temporary)
             temporary.replace(path)
+        except IsADirectoryError:
+            temporary.unlink(missing_ok=True)
+            raise RunError(f"{path} is a folder, and a file is to be written there", "move the folder away") from None
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -167,7 +183,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._file = path.open("a+b", buffering=0)  # nothing is buffered, so closing cannot fail on a full disk
+        self._file = open_to_append(path)
         if self._file.seek(0, os.SEEK_END) > 0:
             self._file.seek(-1, os.SEEK_END)
             if self._file.read(1) != b"\n":
@@ -191,31 +207,64 @@ class Journal:
         self._file.close()
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Skips torn lines."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:  # bytes, because a line can be torn within a character
-        for line in file:
-            if (value := parse_line(line)) is not None:
-                yield value
+@overload
+def read_lines(path: Path) -> Iterator[dict[str, Any]]: ...
+@overload
+def read_lines(path: Path, kind: type[T], where: Where = ...) -> Iterator[T]: ...
+
+
+def read_lines(path: Path, kind: type[Any] | None = None, where: Where = lambda _: True) -> Iterator[Any]:
+    """The lines of a journal that `where` chooses, each validated as a `kind`. Torn lines are skipped; one that is
+    damaged, or lacks what its kind needs, is a RunError."""
+    for number, line in read_objects(path):
+        if not where(line):
+            continue
+        try:
+            yield line if kind is None else adapter_of(kind).validate_python(line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise damaged_line(path, number, f"{place}: {first['msg']}") from None
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """None for a torn line."""
+    """None for a torn or damaged line, for whoever shows or sends lines as they arrive."""
     try:
-        value = json.loads(line)
+        return parse_object(line)
     except ValueError:
         return None
-    return value if isinstance(value, dict) else None
+
+
+_REWINDS = ("started", "resumed", "rolled_back")
+
+
+class _MetricsLine(TypedDict):
+    """Of a step, or of an event that belongs to one."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    step: int
+    loss: NotRequired[float | None]
+    seconds: NotRequired[float]
+    tokens: NotRequired[int]
+    wait_seconds: NotRequired[float]
+    validation_loss: NotRequired[float]
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
     """One line per optimizer step; those of a killed attempt beyond the checkpoint it resumed from are replaced."""
     steps: dict[int, dict[str, Any]] = {}
-    for line in read_lines(path):
-        if line.get("event") in ("started", "resumed", "rolled_back"):
+    for line in _read_metrics(path, lambda line: line.get("event") in _REWINDS or "loss" in line):
+        if line.get("event") in _REWINDS:
             steps = {step: old for step, old in steps.items() if step <= line["step"]}
-        elif "loss" in line:
+        else:
             steps[line["step"]] = line
     return [steps[step] for step in sorted(steps)]
+
+
+def read_validations(path: Path) -> Iterator[dict[str, Any]]:
+    return _read_metrics(path, lambda line: line.get("event") == "validated")
+
+
+def _read_metrics(path: Path, where: Where) -> Iterator[dict[str, Any]]:
+    return (cast("dict[str, Any]", line) for line in read_lines(path, _MetricsLine, where))

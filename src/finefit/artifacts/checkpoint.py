@@ -1,13 +1,17 @@
 """Checkpoints become visible only when complete: staged, listed with sha256 in a manifest, synced and renamed. Old ones
 are removed after that, and every checkpoint is verified before it is read."""
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from pydantic_core import from_json
+
 from finefit.artifacts import atomic
+from finefit.artifacts.reading import RESTORE, read_bytes
 from finefit.errors import RunError
 from finefit.facts.files import free_bytes, sha256_of
 
@@ -66,29 +70,43 @@ def _manifest(files: Mapping[str, tuple[int, str]]) -> bytes:
     return json.dumps({"version": 1, "files": entries}, indent=1).encode()
 
 
+def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
+    """Sizes in bytes and digests by name, as its manifest lists them."""
+    path, listed = checkpoint / MANIFEST, dict[str, tuple[int, str]]()
+    text = read_bytes(path)
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        entries = from_json(text)["files"].items()
+        listed = {str(name): (int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in entries}
+    if _manifest(listed) != text:  # a flip without a change of meaning counts too
+        raise RunError(f"{path} is damaged", RESTORE)
+    return listed
+
+
+def manifest_sha256(checkpoint: Path) -> str:
+    """Of a manifest that is whole: a damaged one must not pass for that of another checkpoint."""
+    listed_files(checkpoint)
+    return hashlib.sha256(read_bytes(checkpoint / MANIFEST)).hexdigest()
+
+
 def problems(checkpoint: Path) -> list[str]:
     """Differences from the manifest; empty if every byte is as it was written."""
     try:
-        text = (checkpoint / MANIFEST).read_bytes()
-        expected: dict[str, tuple[int, str]] = {}
-        with suppress(ValueError, KeyError, TypeError, AttributeError):
-            listed = json.loads(text)["files"].items()
-            expected = {str(name): (int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in listed}
-        if _manifest(expected) != text:  # a flip without a change of meaning counts too
-            return [f"{MANIFEST} is damaged"]
+        expected = listed_files(checkpoint)
         present = {p.relative_to(checkpoint).as_posix() for p in checkpoint.rglob("*") if not p.is_dir()} - {MANIFEST}
         found = [f"{name} is not in the manifest" for name in sorted(present - expected.keys())]
         for name, (size, digest) in expected.items():
             path = checkpoint / name
             if name not in present:
                 found.append(f"{name} is missing")
+            elif not path.is_file():
+                found.append(f"{name} is not a regular file")
             elif path.stat().st_size != size:
                 found.append(f"{name} has {path.stat().st_size:,} bytes instead of {size:,}")
             elif sha256_of(path) != digest:
                 found.append(f"{name} has changed since it was written")
         return found
-    except FileNotFoundError:
-        return [f"{MANIFEST} is missing"]
+    except RunError as error:
+        return [error.problem.replace(str(checkpoint / MANIFEST), MANIFEST)]
     except OSError as error:
         return [f"{error.filename or checkpoint} cannot be read: {error.strerror}"]
 

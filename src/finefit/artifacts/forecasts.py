@@ -114,7 +114,7 @@ class Forecast(Record):
     budget_bytes: int
     """Memory of one card that a program can use."""
     peak_bytes: int
-    """Memory needed on one card: reserved + context + margin."""
+    """Memory needed on one card: reserved + context + margin; of an evaluation where that needs more."""
     allocated_bytes: int
     reserved_bytes: int
     context_bytes: int
@@ -158,8 +158,14 @@ class Forecast(Record):
     """By the evaluation's label."""
     active_parameters: int | None = None
     """Parameters that a token uses in a mixture of experts; None if it uses all."""
+    training_bytes: int | None = None
+    """`peak_bytes` without evaluations; None in plans of earlier versions."""
     towers: dict[str, TowerSize] = field(default_factory=dict)
     """Of a vision-language model: language, vision, projector."""
+
+    def predicted_bytes(self, device: str) -> int:
+        """What the peak of a training is compared with: reserved on a card, all that the process holds on a CPU."""
+        return self.reserved_bytes if device == "cuda" else self.training_bytes or self.peak_bytes
 
 
 class Plan(Record):
@@ -167,6 +173,13 @@ class Plan(Record):
     stages: dict[str, dict[str, Resolved]]
     forecasts: dict[str, Forecast] = field(default_factory=dict)
     """By stage, for the card that it runs on."""
+
+
+class LoadProof(Record):
+    """That a model can be loaded, by the headers of its files."""
+
+    version: Literal[1] = 1
+    num_tensors: int
 
 
 class ModelSize(Record):
@@ -219,6 +232,17 @@ class RehearsalRequest(Record):
     """The user's own setting of torch's allocator, which workers keep; None if finefit sets it."""
     only_eval_limits: bool = False
     """Nothing is trained: only the batch limits of evaluations are wanted."""
+
+
+class PlanningProgress(Record):
+    """What the planning process is doing."""
+
+    card: str
+    number: int
+    """Of the card, from 1."""
+    num_cards: int
+    doing: str
+    """The candidate or the evaluation that is being rehearsed."""
 
 
 class RehearsalResult(Record):

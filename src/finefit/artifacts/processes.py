@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from finefit.artifacts.atomic import report_disk_full
+from finefit.artifacts.reading import is_there, open_file, read_document
 from finefit.errors import RunError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -35,6 +36,8 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _STARTER_VARIABLES = ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
 """Further variables of torchrun."""
+MMAP_BYTES = 1 << 20
+"""Blocks of the C library from this size on go back to the system when they are freed."""
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 Handler = Callable[[int, FrameType | None], None]
@@ -163,6 +166,8 @@ def chosen_variables(environment: Mapping[str, str], *, deterministic: bool) -> 
         "PYTHONUNBUFFERED": "1",
         # OpenMP threads wait for each other by spinning: a short spin saves much on shared cores (bench/busy_cores.py)
         "GOMP_SPINCOUNT": "2000",
+        # glibc would keep up to a quarter more on a CPU
+        "MALLOC_MMAP_THRESHOLD_": str(MMAP_BYTES),
     }
     if allocator_setting(environment) is None:
         chosen[_ALLOCATOR[0]] = "expandable_segments:True"
@@ -190,8 +195,7 @@ _ORPHAN_SECONDS, _NAMING_SECONDS, _RETRY_SECONDS = 60.0, 2.0, 0.1
 def run_lock(path: Path) -> Iterator[int]:
     """One process at a time works in a run directory. The operating system holds the lock, so it ends with its holder;
     the file names the holder. Yields the descriptor; a child that inherits it keeps the lock alive."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
+    with open_file(path, os.O_RDWR | os.O_CREAT) as descriptor:
         _take(descriptor, path)
         with report_disk_full(path):
             os.ftruncate(descriptor, 0)
@@ -199,8 +203,6 @@ def run_lock(path: Path) -> Iterator[int]:
             os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         yield descriptor
         os.ftruncate(descriptor, 0)
-    finally:
-        os.close(descriptor)
 
 
 def _take(descriptor: int, path: Path) -> None:
@@ -225,25 +227,22 @@ def _take(descriptor: int, path: Path) -> None:
 
 def _read_holder(path: Path) -> tuple[int | None, str]:
     try:
-        holder = json.loads(path.read_text(encoding="utf-8"))
+        holder = read_document(path)
         return int(holder["pid"]), str(holder["host"])
-    except (ValueError, KeyError, TypeError):
+    except (RunError, ValueError, KeyError, TypeError):
         return None, "an unknown host"
 
 
 def holder_of(path: Path) -> int | None:
     """The pid that holds the lock now; None if it is free."""
-    if not path.exists():
+    if not is_there(path):
         return None
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _read_holder(path)[0]
-    else:
-        return None
-    finally:
-        os.close(descriptor)
+    with open_file(path) as descriptor:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _read_holder(path)[0]
+    return None
 
 
 def main() -> None:

@@ -7,14 +7,16 @@ from dataclasses import Field, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from finefit.artifacts.atomic import write_text
+from finefit.artifacts.reading import RESTORE, adapter_of, is_there, read_bytes, read_text
 from finefit.artifacts.rundir import RunDir
-from finefit.errors import FinefitError, RunError
+from finefit.errors import FinefitError, OtherVersion, RunError, SpecError
 from finefit.facts.files import FileFact
 from finefit.facts.machine import Machine
+from finefit.spec.load import pipeline_from_json, spec_from_json
 from finefit.spec.models import CustomModel, FolderModel, Lora, Model
 from finefit.spec.pipeline import Pipeline
 from finefit.spec.schema import Spec
@@ -37,24 +39,14 @@ class Record:
         dataclass(frozen=True, kw_only=True)(cls)
 
 
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {}  # built once: pages read several records many times a second
-
-
-def _adapter(kind: type[R]) -> TypeAdapter[R]:
-    return _ADAPTERS.get(kind) or _ADAPTERS.setdefault(kind, TypeAdapter(kind))
-
-
 def write_record(path: Path, record: Record) -> None:
-    write_text(path, _adapter(type(record)).dump_json(record, indent=1, by_alias=True).decode() + "\n")
+    write_text(path, adapter_of(type(record)).dump_json(record, indent=1, by_alias=True).decode() + "\n")
 
 
 def read_record(path: Path, kind: type[R]) -> R:
+    text = read_bytes(path)
     try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        raise RunError(f"{path} is missing", "the run directory is incomplete; start again with --new") from None
-    try:
-        return _adapter(kind).validate_json(text)
+        return adapter_of(kind).validate_json(text)
     except ValidationError as error:
         first, document = error.errors()[0], None
         with suppress(ValueError):
@@ -64,10 +56,15 @@ def read_record(path: Path, kind: type[R]) -> R:
         if found is not None and known is not None and found != known:
             problem = f"{path} is a {kind.__name__} record of version {found}, and this finefit reads version {known}"
             remedy = "another version of finefit wrote it; use that version, or start again with --new"
-            raise RunError(problem, remedy) from None
+            raise OtherVersion(problem, remedy) from None
         place = ".".join(str(part) for part in first["loc"])
         problem = f"{path} is not a {kind.__name__} record: {place}: {first['msg']}"
-        raise RunError(problem, "restore it, or start again with --new") from None
+        raise RunError(problem, RESTORE) from None
+
+
+def read_if_there(path: Path, kind: type[R]) -> R | None:
+    """None where it is missing; a damaged one is an error."""
+    return read_record(path, kind) if is_there(path) else None
 
 
 def read_or_none(path: Path, kind: type[R]) -> R | None:
@@ -76,6 +73,24 @@ def read_or_none(path: Path, kind: type[R]) -> R | None:
         return read_record(path, kind)
     except RunError:
         return None
+
+
+def read_spec(run: RunDir) -> Spec:
+    """Of one training."""
+    return _parsed(run, spec_from_json)
+
+
+def read_pipeline(run: RunDir) -> Pipeline:
+    return _parsed(run, pipeline_from_json)
+
+
+def _parsed(run: RunDir, parse: Callable[[str], P]) -> P:
+    text = read_text(run.spec_json)
+    try:
+        return parse(text)
+    except SpecError as error:
+        first = error.problem.partition("\n")[0].removeprefix("spec.json:")
+        raise RunError(f"{run.spec_json} is not the spec of this run: {first}", RESTORE) from None
 
 
 class Inputs(Record):

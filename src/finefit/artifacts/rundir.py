@@ -1,6 +1,5 @@
 """Where everything in a run directory lies. Paths are computed, never stored: it can be copied anywhere."""
 
-import json
 import os
 import re
 import time
@@ -11,8 +10,8 @@ from glob import escape
 from pathlib import Path
 
 from finefit.artifacts.atomic import publish
+from finefit.artifacts.reading import RESTORE, has_content, read_document
 from finefit.errors import DataError, RunError
-from finefit.facts.files import sha256_of
 
 RUN_VERSION = 2  # of the records in a run directory; run.json names it
 _NUMBERED = re.compile(r"(\d+)-(.+)")
@@ -85,7 +84,7 @@ class StageDir:
     def verified(self, name: str, sha256: Mapping[str, str]) -> Path:
         """A prepared file, unchanged since the run began."""
         path = self.prepared(name)
-        if not path.exists() or sha256_of(path) != sha256[name]:
+        if not has_content(path, sha256[name]):
             problem = f"the prepared rows {path.name} are missing or have changed since this run began"
             raise DataError(problem, "start again with --new")
         return path
@@ -95,7 +94,7 @@ class StageDir:
 
     def evaluations(self) -> list["EvalPaths"]:
         """All that were requested, the latest request last."""
-        requests = sorted((self.path / "evals").glob("*/*.request.json"), key=lambda p: p.stat().st_mtime_ns)
+        requests = sorted((self.path / "evals").glob("*/*.request.json"), key=lambda p: p.lstat().st_mtime_ns)
         named = ((p.parent, p.name.removesuffix(".request.json").partition(".sample-")) for p in requests)
         return [EvalPaths(task, name, int(limit) if sample else None) for task, (name, sample, limit) in named]
 
@@ -238,9 +237,9 @@ def open_any_run(path: Path) -> RunDir:
 def other_version(run: Path) -> str | None:
     """The version of a run directory that this finefit cannot read, with the finefit that made it."""
     try:
-        record = json.loads((run / "run.json").read_bytes())
+        record = read_document(run / "run.json")
         version, finefit = int(record["version"]), str(record["finefit"])
-    except (ValueError, KeyError, TypeError):
+    except (RunError, ValueError, KeyError, TypeError):
         return None  # reading the record says what is wrong with it
     return None if version == RUN_VERSION else f"version {version}, made by finefit {finefit}"
 
@@ -263,11 +262,11 @@ def find_run(path: Path) -> Path:
 
 def _places(pipeline: Path) -> dict[str, str]:
     """The stages' folders by name, relative to the run directory."""
+    path = pipeline / "stages.json"
     try:
-        stages = json.loads((pipeline / "stages.json").read_bytes())["stages"]
-        return {str(stage["name"]): str(stage["place"]) for stage in stages}
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{pipeline / 'stages.json'} cannot be read: {error}", "start again with --new") from None
+        return {str(stage["name"]): str(stage["place"]) for stage in read_document(path)["stages"]}
+    except (KeyError, TypeError) as error:
+        raise RunError(f"{path} is damaged: {type(error).__name__} {error}", RESTORE) from None
 
 
 def _numbered(root: Path, name: str) -> list[tuple[int, Path]]:
@@ -283,8 +282,8 @@ def runs_named(root: Path, name: str) -> list[RunDir]:
 def newest_with_digest(root: Path, name: str, digest: str) -> RunDir | None:
     """A run of another version and a damaged one are other runs, and do not block this one."""
     for run in reversed(runs_named(root, name)):
-        with suppress(ValueError, KeyError, TypeError):
-            record = json.loads(run.run.read_bytes())
+        with suppress(RunError, KeyError, TypeError):
+            record = read_document(run.run)
             if record["version"] == RUN_VERSION and str(record["digest"]) == digest:
                 return run
     return None
@@ -301,8 +300,8 @@ def models_of(place: Path) -> list[Path]:
         return []
     found = {path.name: path for path in _runs_in(place)}
     try:
-        order = [str(name) for name in json.loads(StageDir(place).done.read_bytes())["summary"]["models"]]
-    except (OSError, ValueError, KeyError, TypeError):  # not done yet, or of another version
+        order = [str(name) for name in read_document(StageDir(place).done)["summary"]["models"]]
+    except (RunError, KeyError, TypeError):  # not done yet, or of another version
         order = []
     return [found[name] for name in dict.fromkeys((*order, *found)) if name in found]
 

@@ -111,7 +111,7 @@ class LedgerRow(Record):
 class RowProblem(Record):
     """One problem that several rows share."""
 
-    kind: Literal["unusable", "too long", "special token", "overlap", "duplicate", "repaired"]
+    kind: Literal["unusable", "too long", "special token", "placeholder", "overlap", "duplicate", "repaired"]
     split: str
     count: int
     lines: tuple[str, ...]
@@ -202,6 +202,8 @@ class StageResult(Record):
     """Training time of this process, without loading."""
     peak_bytes: int
     """Peak of this process: device memory on a card, resident memory on a CPU."""
+    predicted_bytes: int | None = None
+    """The same by the plan; None in runs of earlier versions."""
     frozen_unchanged: bool | None = None
     """Whether every frozen tensor still has the bytes that were loaded; None if none is frozen or the stage did not
     finish."""
@@ -297,6 +299,8 @@ class EvalItem(Record):
     """What a judge wrote."""
     answered_by: str | None = None
     """The expert that a gate chose."""
+    taken_from: str | None = None
+    """The evaluation that generated this answer, if it was not this one."""
     images: tuple[ItemImage, ...] = ()
 
 

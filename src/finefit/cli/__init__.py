@@ -4,9 +4,11 @@ import json
 import logging
 import sys
 import traceback
+from typing import Annotated
 
 import typer
 
+from finefit import __version__
 from finefit.cli import check, compare, doctor, evaluate, plan, recipes, review, run, watch
 from finefit.errors import FinefitError
 
@@ -27,6 +29,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"finefit {__version__}")
+        raise typer.Exit
+
+
+_VERSION = typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+
+
+@app.callback()
+def _options(version: Annotated[bool, _VERSION] = False) -> None:
+    pass
+
+
 app.command()(plan.plan)
 app.command()(check.check)
 app.command()(run.run)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finefit.cli.console import AsJson, Runs, Set, announce_code, open_console, print_json
+from finefit.cli.console import AsJson, Runs, Set, announce_code, open_console, planning, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,7 +38,7 @@ def check(
     console, base = open_console(as_json=as_json), target.resolve().parent
     pipeline = load_pipeline(target, tuple(overrides or ()))
     announce_code(pipeline, base, console)
-    with console.status("preparing rows and rehearsing"):
+    with planning("preparing rows and rehearsing", console):
         from finefit.run.check_stages import check_pipeline
 
         found = check_pipeline(pipeline, base, runs)

@@ -1,7 +1,8 @@
 """What verbs share: the console, options, and the notice that the user's own code is about to run."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +32,25 @@ _SET = "Override a value of the spec; may be repeated."
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_SET)]
 Runs = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
 New = Annotated[bool, typer.Option("--new", help="Start another run even where an equal one exists.")]
+
+
+@contextmanager
+def planning(what: str, console: "Console") -> "Iterator[None]":
+    """Shows what is being rehearsed inside: on a terminal all the time, elsewhere as a line on stderr after a long
+    wait."""
+    from finefit.artifacts.forecasts import PlanningProgress
+    from finefit.plan.client import observed_planning
+    from finefit.report.plan import PlanningLine
+
+    line = PlanningLine(what)
+
+    def observe(progress: PlanningProgress) -> None:
+        line.note(progress)
+        if not console.is_terminal and (words := line.overdue()):
+            typer.echo(words, err=True)
+
+    with observed_planning(observe), console.status(line):
+        yield
 
 
 def announce_code(spec: "Spec | Pipeline", base: Path, console: "Console") -> None:

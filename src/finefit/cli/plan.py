@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finefit.cli.console import AsJson, Set, announce_code, open_console, print_json
+from finefit.cli.console import AsJson, Set, announce_code, open_console, planning, print_json
 from finefit.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def plan(
     announce_code(pipeline, target.resolve().parent, console)
     if measure:
         return _measure(target, pipeline, tuple(overrides or ()), console, as_json)
-    with console.status("rehearsing"):
+    with planning("rehearsing", console):
         costs = forecast_stages(pipeline, target.resolve().parent, cards=asked)
     free = tuple(free_bytes(Path("runs")) if is_this_machine(card) else None for card in asked)
     found = RunPlan(name=pipeline.name, is_flat=pipeline.is_flat, costs=costs, free=free)

@@ -107,7 +107,7 @@ def _review_set(
         for record in chain.from_iterable(map(read_records, files)):
             if isinstance(record, BadRow):
                 raise DataError(f"{record.place} {record.reason}", "correct the row: all items count")
-            rows.append((f"{record.source}:{record.number}", record.value))
+            rows.append((record.place, record.value))
         return review_set_of_rows(rows, file=answers.name, name=name or answers.stem), answers.parent
     if not 1 <= len(targets) <= 2:
         problem = f"{len(targets)} runs were named; one run is judged as good or bad, two are judged against each other"

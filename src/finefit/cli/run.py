@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finefit.cli.console import AsJson, New, Runs, Set, announce_code, open_console, print_json
+from finefit.cli.console import AsJson, New, Runs, Set, announce_code, open_console, planning, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,16 +81,15 @@ def run(
 
 
 def open_place(command: "RunCommand", console: "Console", *, nodes: int | None = None) -> "RunDir":
-    from finefit.artifacts.records import Run, read_record
+    from finefit.artifacts.records import Run, read_record, read_spec
     from finefit.artifacts.rundir import other_version, runs_named
     from finefit.run.command import find_or_create
-    from finefit.spec.load import spec_from_json
 
     if command.run is None or not command.pipeline.is_flat:
         announce_code(command.pipeline, command.base, console)
     else:  # a training keeps a copy of the user's code, which its own record names
-        announce_code(spec_from_json(command.run.spec_json.read_text(encoding="utf-8")), command.run.path, console)
-    with console.status("reading models and data, and planning every stage"):
+        announce_code(read_spec(command.run), command.run.path, console)
+    with planning("reading models and data, and planning every stage", console):
         place = find_or_create(command, nodes=nodes)
     if command.run is None and read_record(place.run, Run).status == "prepared":
         for run in runs_named(command.args.runs, command.pipeline.name):

@@ -41,7 +41,7 @@ def watch(
         console.print(f"{run.path} goes on", soft_wrap=True)
         return
     record = read_record(run.run, Run)
-    if is_pipeline(run.path):
+    if is_pipeline(run.path) or record.status == "finished":
         show_end(run, console)
     console.print(f"{run.path} is {_status(record.status, None)}", soft_wrap=True)
     if record.failure is not None:

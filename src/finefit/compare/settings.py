@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any, Literal
 
+from finefit.artifacts.reading import read_document
 from finefit.compare.records import ABSENT, Setting
 from finefit.compare.sides import BEST, LoadedSide, SideEval
 
@@ -128,7 +129,7 @@ def _settings_of(side: LoadedSide, *, tasks: Sequence[str]) -> Settings:
 
 def _training(side: LoadedSide) -> Settings:
     """The spec, what the plan decided, what was changed on the way, and the rows by content."""
-    spec = dict(_flat(json.loads(side.run.spec_json.read_bytes())))
+    spec = dict(_flat(read_document(side.run.spec_json)))
     found: Settings = {key: ("spec", value) for key, value in spec.items() if not is_covered(key, _BY_CONTENT)}
     planned = {} if side.plan is None or side.stage is None else side.plan.stages.get(side.stage.name, {})
     found |= {key: ("spec", resolved.value) for key, resolved in planned.items() if is_covered(key, _DECIDED)}

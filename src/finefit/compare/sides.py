@@ -8,9 +8,10 @@ from pathlib import Path
 from statistics import median
 
 from finefit.artifacts import rundir
-from finefit.artifacts.atomic import read_lines, read_steps
+from finefit.artifacts.atomic import read_steps, read_validations
 from finefit.artifacts.forecasts import Plan
-from finefit.artifacts.records import Facts, PipelineState, Run, read_record
+from finefit.artifacts.reading import is_there
+from finefit.artifacts.records import Facts, PipelineState, Run, read_if_there, read_record
 from finefit.artifacts.stage_records import EvalRequest, EvalResult, EvalStage, Stage, StageResult
 from finefit.compare.records import Comparison, LossCurve, Prediction, Quantity, QuantityUnit
 from finefit.errors import RunError
@@ -81,7 +82,7 @@ def open_sides(targets: Sequence[str], *, checkpoint: str | None = None) -> tupl
     is_one_role = len({role for *_, role in places}) == 1 and len(shown) == len(places)
     names = []
     for run, where, name, role in places:
-        is_only = where.eval_stage.exists() and read_record(where.eval_stage, EvalStage).name == name
+        is_only = is_there(where.eval_stage) and read_record(where.eval_stage, EvalStage).name == name
         names.append(shown[run.path.resolve()] + ("" if is_one_role or is_only else f":{role}"))
     if again := [name for at, name in enumerate(names) if models[at] in models[:at]]:
         if len(targets) == 1:
@@ -95,8 +96,8 @@ def _resolved(run: rundir.RunDir, asked: str | None) -> tuple[rundir.StageDir, s
     """The stage, the checkpoint's own name, and the name that the user gave. Names with results include deleted
     checkpoints and external answers."""
     where = run.stages()[-1]
-    scored = sorted({paths.checkpoint for paths in where.evaluations() if paths.result.exists()})
-    if where.eval_stage.exists():
+    scored = sorted({paths.checkpoint for paths in where.evaluations() if is_there(paths.result)})
+    if is_there(where.eval_stage):
         only = read_record(where.eval_stage, EvalStage).name
         name = asked if asked is not None and asked in scored else only
         if asked not in (None, FINAL, BASE, name):
@@ -117,7 +118,7 @@ def _resolved(run: rundir.RunDir, asked: str | None) -> tuple[rundir.StageDir, s
 
 def _open(run: rundir.RunDir, where: rundir.StageDir, checkpoint: str, role: str, name: str) -> LoadedSide:
     """Of several results of a task a larger sample is preferred, all items most of all."""
-    asked = [paths for paths in where.evaluations() if paths.checkpoint == checkpoint and paths.result.exists()]
+    asked = [paths for paths in where.evaluations() if paths.checkpoint == checkpoint and is_there(paths.result)]
     found: dict[str, SideEval] = {}
     unread: dict[str, str] = {}
     for paths in sorted(asked, key=lambda paths: math.inf if paths.limit is None else paths.limit, reverse=True):
@@ -128,17 +129,19 @@ def _open(run: rundir.RunDir, where: rundir.StageDir, checkpoint: str, role: str
             found[paths.folder.name] = SideEval(request=request, result=result)
         except RunError as error:  # of another version, or damaged
             unread[paths.folder.name] = error.problem
+    record = read_record(run.run, Run)
+    is_trained, is_over = record.kind == "train", record.status == "finished"
     return LoadedSide(
         name=name,
         run=run,
         where=where,
         checkpoint=checkpoint,
         role=role,
-        record=read_record(run.run, Run),
-        facts=read_record(run.facts, Facts) if run.facts.exists() else None,
-        plan=read_record(run.plan, Plan) if run.plan.exists() else None,
-        stage=read_record(where.stage, Stage) if where.stage.exists() else None,
-        ended=read_record(where.result, StageResult) if where.result.exists() else None,
+        record=record,
+        facts=(read_record if is_trained else read_if_there)(run.facts, Facts),
+        plan=(read_record if is_trained else read_if_there)(run.plan, Plan),
+        stage=(read_record if is_trained else read_if_there)(where.stage, Stage),
+        ended=(read_record if is_trained and is_over else read_if_there)(where.result, StageResult),
         evaluated=found,
         unread={task: why for task, why in unread.items() if task not in found},
     )
@@ -195,9 +198,9 @@ def _figures(side: LoadedSide) -> dict[Quantity, tuple[float | None, float | Non
         counted = [step for step in steps if "tokens" in step]
         counted_seconds = sum(step["seconds"] for step in counted)
         speed = sum(step["tokens"] for step in counted) / counted_seconds if counted_seconds else None
-        reserved = forecast.reserved_bytes if stage.device == "cuda" else forecast.peak_bytes
         price = forecast.price_per_hour
-        found["peak memory"] = reserved, None if side.ended is None else side.ended.peak_bytes
+        predicted = forecast.predicted_bytes(stage.device)
+        found["peak memory"] = predicted, None if side.ended is None else side.ended.peak_bytes
         found["time per step"] = forecast.step_seconds, median(seconds) if seconds else None
         found["tokens per second"] = forecast.tokens_per_second, speed
         found["training time"] = forecast.total_seconds, sum(seconds) or None
@@ -220,7 +223,7 @@ def loss_curves(sides: Sequence[LoadedSide]) -> tuple[LossCurve, ...]:
         if steps and thin[-1] is not steps[-1]:
             thin.append(steps[-1])
         last = steps[-1]["step"] if steps else 0
-        lines = (line for line in read_lines(side.where.metrics) if line.get("event") == "validated")
+        lines = (line for line in read_validations(side.where.metrics) if "validation_loss" in line)
         validated = sorted({line["step"]: line["validation_loss"] for line in lines}.items())
         validation = tuple((step, loss) for step, loss in validated if step <= last and math.isfinite(loss))
         numbers, losses = tuple(step["step"] for step in thin), tuple(step["loss"] for step in thin)

@@ -25,8 +25,8 @@ from transformers.pytorch_utils import Conv1D
 
 from finefit.artifacts.records import Levers
 from finefit.errors import FinefitError, ModelError, SpecError, is_out_of_memory
-from finefit.facts.files import WEIGHTS
-from finefit.model.adapter import first_words, load_adapter
+from finefit.facts.files import WEIGHTS, first_words
+from finefit.model.adapter import load_adapter
 from finefit.model.family import FAMILY, Watch, family_of, match_targets
 from finefit.model.load import adapter_to_load, device_here
 from finefit.model.resolve_model import CustomSource, custom_source, weight_files

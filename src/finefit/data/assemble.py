@@ -1,7 +1,7 @@
 """The rows of a record, once it is known which column plays which part: one function per way of putting a row
-together. Conversations come from lists of messages: `role`/`content` with tool calls, reasoning and image parts, or
-ShareGPT's `from`/`value`. A field of a message that a row has no place for is an error if it carries content or decides
-what is trained on; otherwise it is reported as not used."""
+together. Conversations come from lists of messages: `role`/`content` with tool calls, reasoning and parts (OpenAI's, or
+LLaMA-Factory's `type`/`value`), or ShareGPT's `from`/`value`. A field of a message that a row has no place for is an
+error if it carries content or decides what is trained on; otherwise it is reported as not used."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,12 +33,12 @@ _FIELDS: Final[dict[Role, frozenset[str]]] = {
     "tool": frozenset({"role", "content", "tool_call_id", "name"}),
 }
 _SHAREGPT_FIELDS: Final = frozenset({"from", "value"})
-_WEIGHTS: Final = ("weight", "train")
+_WEIGHTS: Final = ("weight", "loss_weight", "train")
 _CONTENT_FIELDS: Final = frozenset(
     {*_WEIGHTS, *_REASONING, "mask", "masked", "supervised", "loss", "label", "name", "text", "parts", "prefix"}
     | {"suffix", "refusal", "reasoning_details", "function", "function_call", "tool", "tools", "tool_calls"}
-    | {"tool_call_id", "tool_responses", "content", "value", "image", "images", "audio", "video", "videos", "file"}
-    | {"files", "attachments", "documents"}
+    | {"tool_call_id", "tool_responses", "content", "value", "image", "images", "audio", "audios", "video", "file"}
+    | {"videos", "files", "attachments", "documents"}
 )
 """Fields of a message that must not be lost; all others are its metadata."""
 
@@ -282,11 +282,16 @@ def _message(entry: object, place: str) -> Conversation:
         is_answer = role == "assistant"
         calls = _tool_calls(entry.get("tool_calls"), f"{place}.tool_calls") if is_answer else ()
         parts = _content("" if calls and entry.get("content") is None else entry.get("content"), f"{place}.content")
+        (content,) = parts.messages
+        if (content.reasoning or content.tool_calls) and not is_answer:
+            raise RecordError(f"{place} has reasoning or a tool call, and only an assistant has these")
         names = [name for name in _REASONING if is_answer and is_given(entry.get(name))]
-        reasonings = {text(entry[name], f"{place}.{name}") for name in names}
-        if len(reasonings) > 1:
-            raise RecordError(f"{place} has two different reasonings, under {', '.join(names)}")
-        message = Message(role, parts.messages[0].content, "".join(reasonings), calls)
+        reasonings = {name: text(entry[name], f"{place}.{name}") for name in names}
+        reasonings |= {"content": content.reasoning} if content.reasoning else {}
+        if len(set(reasonings.values())) > 1:
+            raise RecordError(f"{place} has two different reasonings, under {', '.join(reasonings)}")
+        reasoning = next(iter(reasonings.values()), "")
+        message = Message(role, content.content, reasoning, (*calls, *content.tool_calls))
         return Conversation((message,), parts.images, parts.num_image_parts)
     if isinstance(entry, dict) and is_given(entry.get("from")):
         role, said = _role(entry, "from", place), entry.get("value")
@@ -347,23 +352,35 @@ def metadata(value: object) -> set[str]:
 
 
 def _content(value: object, place: str) -> Conversation:
-    """Text, or parts of text and images; an image leaves a placeholder in the text."""
+    """Text, or parts of text and images; an image leaves a placeholder in the text. LLaMA-Factory's parts may also be
+    reasoning and tool calls."""
     if not isinstance(value, list):
         return Conversation((Message("user", text(value, place)),))
     words: list[str] = []
+    reasonings: list[str] = []
+    calls: list[ToolCall] = []
     found: list[Image] = []
     for at, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "text":
-            words.append(text(part.get("text"), f"{place}[{at}].text"))
+            key = "value" if part.get("text") is None and part.get("value") is not None else "text"
+            words.append(text(part.get(key), f"{place}[{at}].{key}"))
+        elif kind == "reasoning":
+            reasonings.append(text(part.get("value"), f"{place}[{at}].value"))
+        elif kind == "tool_call":
+            call = part.get("value")
+            call = _loaded(call, f"{place}[{at}].value") if isinstance(call, str) else call
+            calls += _tool_calls([call], f"{place}[{at}].value")
         elif kind in ("image", "image_url"):
             words.append(IMAGE_PLACEHOLDER)
             # a part without a value only marks the place of an image that a column holds
-            held = [part[name] for name in ("image", "image_url", "bytes", "path", "url") if is_given(part.get(name))]
+            keys = ("image", "image_url", "bytes", "path", "url", "value")
+            held = [part[name] for name in keys if is_given(part.get(name))]
             found += [columns.image(entry, f"{place}[{at}]") for entry in held[:1]]
         else:
-            raise RecordError(f"{place}[{at}] is {shown(part)}; a part is text or an image")
-    return Conversation((Message("user", "".join(words)),), tuple(found), words.count(IMAGE_PLACEHOLDER))
+            raise RecordError(f"{place}[{at}] is {shown(part)}; only text and images are trained on")
+    message = Message("user", "".join(words), "".join(reasonings), tuple(calls))
+    return Conversation((message,), tuple(found), words.count(IMAGE_PLACEHOLDER))
 
 
 def _tool_calls(value: object, place: str) -> tuple[ToolCall, ...]:

@@ -1,7 +1,6 @@
 """A model's tokenizer: text to tokens and back, piece by piece, so that no token straddles two pieces; and long prompts
 made to fit by cutting the middle out of their longest text, at the borders of tokens. Images are never cut."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from finefit.data.rows import IMAGE_PLACEHOLDER, Message
 from finefit.errors import DataError, ModelError
+from finefit.facts.files import read_object, reading_model, require_small_texts
 
+GENERATION_CONFIG = "generation_config.json"
 Span = tuple[int, int]
 """The characters of a token: from, to."""
 
@@ -30,17 +31,17 @@ class Budget:
 
 def open_tokenizer(folder: Path | str, *, revision: str = "main", has_vision: bool = False) -> PreTrainedTokenizerBase:
     """`has_vision`: the chat template may lie with the processor alone."""
-    try:
+    require_small_texts(Path(folder))
+    with reading_model(f"the tokenizer of {folder}", "put all of the model's tokenizer files there"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, revision=revision)
-    except (OSError, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        problem = f"{folder} has no tokenizer that can be loaded: {reason}"
-        raise ModelError(problem, "put all of the model's tokenizer files there") from None
+        eos = tokenizer.eos_token_id
+        # settings of a wrong type show only when they are used
+        tokenizer.decode(tokenizer("a b")["input_ids"], clean_up_tokenization_spaces=False)
     beside = Path(folder) / "chat_template.json"
     if has_vision and beside.is_file() and not beside.with_suffix(".jinja").is_file():
-        template = json.loads(beside.read_text(encoding="utf-8")).get("chat_template")
+        template = read_object(beside).get("chat_template")
         tokenizer.chat_template = (template if isinstance(template, str) else "") or tokenizer.chat_template
-    if tokenizer.eos_token_id is None:
+    if eos is None:
         problem = f"the tokenizer of {folder} has no eos_token, so the model could not learn to stop"
         raise ModelError(problem, "set eos_token in tokenizer_config.json")
     return tokenizer
@@ -58,11 +59,20 @@ def require_template(tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> 
 
 
 def model_stops(folder: Path | str, revision: str) -> tuple[int, ...]:
-    try:
-        stops = GenerationConfig.from_pretrained(folder, revision=revision).eos_token_id
-    except OSError:  # it has none
+    file = Path(folder) / GENERATION_CONFIG
+    if Path(folder).is_dir() and not file.is_file():
         return ()
-    return tuple(stops) if isinstance(stops, list) else () if stops is None else (int(stops),)
+    with reading_model(file):
+        try:
+            stops = GenerationConfig.from_pretrained(folder, revision=revision).eos_token_id
+        except OSError:  # a model on the hub has none
+            if Path(folder).is_dir():
+                raise
+            return ()
+        found = tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,)
+    if odd := [stop for stop in found if not isinstance(stop, int)]:
+        raise ModelError(f"{file}: eos_token_id is {odd[0]!r}, not the number of a token", "write its number there")
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The files that a source's `path` names, how they are opened, and what keeps one from being read."""
 
 import codecs
+import difflib
 import glob
 import gzip
 import io
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import IO, Literal, TextIO, cast
+from typing import IO, Any, AnyStr, Final, Literal, TextIO
 from urllib.parse import quote, unquote
 
 import httpx
@@ -151,6 +152,15 @@ def _format(name: str, shown: str) -> Format:
     raise DataError(f"{shown} has no known extension", remedy)
 
 
+def _near(place: Path) -> str:
+    """The names beside a missing file that it may be a misspelling of."""
+    try:
+        names = [found.name for found in place.parent.iterdir()]
+    except (OSError, ValueError):
+        return ""
+    return " or ".join(difflib.get_close_matches(place.name, sorted(names), n=2, cutoff=0.7))
+
+
 def _nothing_found(place: Path, shown: str, others: list[str]) -> DataError:
     if others:
         problem = f"{shown} has no data files, only {len(others)} files such as {others[0]}"
@@ -160,7 +170,9 @@ def _nothing_found(place: Path, shown: str, others: list[str]) -> DataError:
         problem = f"{shown} is a folder without files (looked in {place})"
     elif glob.has_magic(shown):
         problem = f"no file matches {shown} (looked for {place})"
-    hint = "paths are relative to the spec file; a dataset of the hub is written hf://datasets/owner/name"
+    near = "" if place.is_dir() else _near(place)
+    hint = f"did you mean {near}? " if near else ""
+    hint += "paths are relative to the spec file; a dataset of the hub is written hf://datasets/owner/name"
     return DataError(problem, hint)
 
 
@@ -247,6 +259,14 @@ HEAD = 1 << 18
 """Characters at the start of a file that tell what it holds."""
 _CHUNK = 1 << 20
 """Bytes that are searched at a time for one that is not UTF-8."""
+MAX_RECORD: Final = 64 << 20
+"""Characters of a line, or of an entry in a JSON array: it is in memory as a whole."""
+MAX_DOCUMENT: Final = 512 << 20
+"""Characters of a JSON object that holds all records, or of a text that is one record."""
+MAX_EXPANSION: Final = 100
+"""How many times its size a compressed file may be once it is unpacked; text reaches 30."""
+FREE_EXPANSION: Final = 64 << 20
+"""Bytes that any compressed file may unpack to."""
 
 
 class UnreadableFile(Exception):
@@ -258,8 +278,50 @@ READ_ERRORS = (UnreadableFile, UnicodeDecodeError, EOFError, zlib.error, OSError
 
 
 def open_bytes(file: DataFile) -> IO[bytes]:
-    is_gzip = file.path.name.lower().endswith(".gz")
-    return cast("IO[bytes]", gzip.open(file.path)) if is_gzip else file.path.open("rb")
+    if not file.path.name.lower().endswith(".gz"):
+        return file.path.open("rb")
+    return io.BufferedReader(_Unpacked(file.path), _CHUNK)
+
+
+class _Unpacked(io.RawIOBase):
+    """The content of a gzip file, as far as its expansion is that of data."""
+
+    def __init__(self, path: Path) -> None:
+        self._gzip, self._num_packed, self._num_read = gzip.GzipFile(path), path.stat().st_size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        num_bytes = self._gzip.readinto1(buffer)  # never loses what lies before a fault
+        self._num_read += num_bytes
+        require_expansion(self._num_read, self._num_packed, "unpack it with gunzip")
+        return num_bytes
+
+    def close(self) -> None:
+        self._gzip.close()
+        super().close()
+
+
+def require_expansion(num_bytes: int, num_packed: int, how: str) -> None:
+    """`how`: to store the same rows larger."""
+    if num_bytes > max(FREE_EXPANSION, MAX_EXPANSION * num_packed):
+        size = f"its {num_packed:,} bytes unpack to {num_bytes:,} or more"
+        reason = f"{size}, and at most {MAX_EXPANSION} times the size is read: it may be made to fill the memory"
+        raise UnreadableFile(reason, f"if these are real rows, {how} and name the result")
+
+
+def lines_of(handle: IO[AnyStr]) -> Iterator[AnyStr]:
+    """The lines of a file, each at most `MAX_RECORD` long."""
+    while line := handle.readline(MAX_RECORD + 1):
+        require_length(len(line), "a line")
+        yield line
+
+
+def require_length(length: int, what: str, at_most: int = MAX_RECORD) -> None:
+    if length > at_most:
+        reason = f"{what} is longer than {at_most:,} characters, and would be in memory as a whole"
+        raise UnreadableFile(reason, "split it into shorter records, and keep images in files or in Parquet")
 
 
 def open_text(file: DataFile, newline: str = "\n") -> TextIO:
@@ -272,7 +334,10 @@ def unreadable(file: DataFile, error: Exception, number: int) -> DataError:
     place = f"{file.name} cannot be read" + (f" on after row {number}" if number else "")
     match error:
         case UnicodeDecodeError():
-            return DataError(f"{file.name} is not UTF-8: {_first_bad_byte(file)}", "save the file as UTF-8")
+            try:
+                return DataError(f"{file.name} is not UTF-8: {_first_bad_byte(file)}", "save the file as UTF-8")
+            except READ_ERRORS as deeper:  # the file is damaged, so its bytes are not those that were saved
+                return unreadable(file, deeper, number)
         case UnreadableFile():
             reason, remedy = error.args
             return DataError(f"{place}: {reason}", remedy)

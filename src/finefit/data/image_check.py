@@ -4,7 +4,6 @@ place.
 """
 
 import hashlib
-import json
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +18,7 @@ from finefit.data.columns import RecordError
 from finefit.data.images import ImageLocation, content_at, decode, find_image, image_name
 from finefit.data.rows import IMAGE_ARCHIVE, IMAGE_PLACEHOLDER, Image, ImageRef, Message, Row
 from finefit.errors import DataError
+from finefit.facts.files import read_object
 from finefit.spec.data import ImageLimits
 from finefit.vision import open_image_processor
 from finefit.vision.family import Grid, ImageInput, ImageProcessor, Size
@@ -42,7 +42,7 @@ class ModelProcessor:
     def __call__(self) -> ImageProcessor | None:
         if not self.config.is_file():
             return None
-        return open_image_processor(self.folder, json.loads(self.config.read_text(encoding="utf-8")), self.limits)
+        return open_image_processor(self.folder, read_object(self.config), self.limits)
 
 
 @lru_cache(4)

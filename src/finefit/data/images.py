@@ -12,6 +12,7 @@ an animation counts as its first frame.
 import hashlib
 import io
 import json
+import lzma
 import os
 import posixpath
 import struct
@@ -47,6 +48,8 @@ _HEADS: Final = (
 """What a format begins with, and where width and height follow."""
 _BROKEN: Final = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
 """What Pillow raises on bytes that are not a whole image."""
+_BROKEN_ZIP: Final = (*_BROKEN, zipfile.BadZipFile, lzma.LZMAError, NotImplementedError, RuntimeError, KeyError)
+"""What `zipfile` and its decompressors raise on bytes that are not a whole zip; RuntimeError on an encrypted one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,6 @@ class ImageLocation:
     path: Path
     """The file, or the zip that holds it."""
     member: str = ""
-    size_bytes: int = 0
 
     def __str__(self) -> str:
         return f"{self.member} in {self.path}" if self.member else str(self.path)
@@ -65,12 +67,15 @@ def content_of(image: Image) -> bytes:
 
 
 def content_at(found: ImageLocation, name: str) -> bytes:
-    if found.size_bytes > MAX_BYTES:
-        raise RecordError(f"{name} has {found.size_bytes:,} bytes, and at most {MAX_BYTES:,} are read")
     try:
-        return _archive(found.path).read(found.member) if found.member else found.path.read_bytes()
-    except (OSError, zipfile.BadZipFile, zlib.error, NotImplementedError, KeyError) as error:
+        with _archive(found.path).open(found.member) if found.member else found.path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except _BROKEN_ZIP as error:
         raise RecordError(f"{name} cannot be read from {found.path}: {error}") from None
+    if len(content) > MAX_BYTES:
+        remedy = "save it smaller, or leave its row out"
+        raise RecordError(f"{name} has more than {MAX_BYTES:,} bytes, and no larger image is read; {remedy}")
+    return content
 
 
 def find_image(image: Image) -> ImageLocation:
@@ -119,7 +124,7 @@ def _in_folder(folder: Path, name: str) -> list[ImageLocation]:
             with suppress(OSError, ValueError):  # a name that no file can have
                 if path.is_file():
                     status = path.stat()  # where case makes no difference, one file has several names
-                    there[status.st_dev, status.st_ino] = ImageLocation(path, size_bytes=status.st_size)
+                    there[status.st_dev, status.st_ino] = ImageLocation(path)
         if there:
             return list(there.values())
     return []
@@ -141,7 +146,7 @@ def _in_zip(path: Path, name: str) -> list[ImageLocation]:
             infos = [_archive(path).getinfo(member) for member in matching]
             if encrypted := [info.filename for info in infos if info.flag_bits & 0x1]:
                 raise RecordError(f"{encrypted[0]} in {path} is encrypted")
-            return [ImageLocation(path, info.filename, info.file_size) for info in infos]
+            return [ImageLocation(path, info.filename) for info in infos]
     return []
 
 
@@ -158,7 +163,7 @@ def _members(path: Path, changed: int, process: int) -> dict[str, list[str]]:  #
 def _archive(path: Path) -> zipfile.ZipFile:
     try:
         return _open_archive(path, path.stat().st_mtime_ns, os.getpid())
-    except (OSError, zipfile.BadZipFile) as error:
+    except _BROKEN_ZIP as error:
         raise RecordError(f"{path} is not a zip that can be read: {error}") from None
 
 

@@ -2,10 +2,12 @@
 was found is recorded. Held-out rows come first, so that every training row can be compared with them as it streams
 by."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from finefit.data.images import ImageManifest
 from finefit.data.overlap import SAMPLE_ROWS, OverlapIndex, TrainDuplicates, common_windows
 from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import BadRow, ImageRef, Kind, Row, as_item, item_line
+from finefit.data.shapes import fields_line
 from finefit.data.sources import RowSelection, SourceReader, open_source, sampled, select_rows, weighted
 from finefit.data.tokenizer_pool import FIX_IMAGES, CheckedImages, RenderedChunk, TokenizerPool, chunked, num_processes
 from finefit.errors import DataError
@@ -35,12 +38,13 @@ BuildRow = Callable[[Row], Row | BadRow]
 
 SPLITS = ("test", "validation", "train")
 _MAX_SHOWN = 10
-_NOT_SFT: dict[Kind, tuple[str, str]] = {
-    "pair": ("preference pairs", "{prompt: prompt, answer: chosen}; objective: {kind: dpo} learns from both sides"),
-    "judged": ("answers with a verdict", "{prompt: prompt, answer: completion}"),
-}
-"""What a source of such rows holds, and how to name the answer to train on."""
-_NOT_PAIRS: dict[Kind, str] = {"chat": "single answers", "judged": "answers with a verdict", "text": "plain text"}
+_NUM_SAMPLED = 100
+"""Rows at the start of a source that show what it holds."""
+_MEDIA_MARKS = ("<audio>", "<video>")
+"""What a prompt has in place of a recording; a few rows may also speak of HTML."""
+_PLACEHOLDER = re.compile(r"\{\{\s*[^\W\d]\w*\s*\}\}")
+"""A name that was to be replaced before training, as in LLaMA-Factory's identity rows: {{name}}."""
+_NOT_PAIRS: dict[Kind, str] = {"chat": "single answers", "text": "plain text"}
 
 
 def prepare(
@@ -130,21 +134,31 @@ def _open_all(
 
 
 def _require_kind(reader: SourceReader, split: str, *, pairs: bool, has_vision: bool) -> None:
-    row = next((row for row in reader.rows() if isinstance(row, Row)), None)
-    if row is None:
+    rows = list(islice((row for row in reader.rows() if isinstance(row, Row)), _NUM_SAMPLED))
+    if not rows:
         return
-    if row.kind == "judged" and split == "test":
-        problem = f"{reader.source} holds answers with a verdict, of which some are wrong: they are not references"
-        raise DataError(problem, "take rows with right answers")
+    row = rows[0]
+    for mark in _MEDIA_MARKS:
+        num_marked = sum(any(mark in message.content for message in row.prompt) for row in rows)
+        if 2 * num_marked > len(rows):
+            problem = f"{reader.source} has {mark} in the prompts of {num_marked} of its first {len(rows)} rows"
+            problem += ", and finefit trains on text and images: the model would answer without what it is asked about"
+            raise DataError(problem, "leave these rows out, or take the marks out of their text")
+    if row.kind == "judged":
+        raise _judged(reader, split)
     if pairs and split != "test" and row.kind != "pair":
         learns = "objective dpo learns from pairs: an answer that is preferred and one that is not"
-        fields = "fields: {prompt: prompt, chosen: chosen, rejected: rejected}; or set objective: {kind: sft}"
+        fields = "fields: {prompt: ..., chosen: ..., rejected: ...}; or set objective: {kind: sft}"
         problem = f"{reader.source} holds {_NOT_PAIRS[row.kind]}, and {learns}"
-        raise DataError(problem, f"name the columns of both, for instance {fields}")
-    if row.kind in _NOT_SFT and split != "test" and not pairs:
-        what, how = _NOT_SFT[row.kind]
-        problem = f"{reader.source} holds {what}, and supervised fine-tuning learns from answers"
-        raise DataError(problem, f"name the answer to train on, for instance fields: {how}")
+        raise DataError(problem, f"name the columns of both, {fields}")
+    if row.kind == "pair" and split != "test" and not pairs:
+        parts = dict(reader.shapes[0].parts)
+        answer = parts.pop("chosen")
+        del parts["rejected"]
+        answered = parts | ({"answer": answer} if parts.keys() & {"prompt", "context"} else {"messages": answer})
+        problem = f"{reader.source} holds preference pairs, and supervised fine-tuning learns from answers"
+        dpo = "objective: {kind: dpo} learns from both sides"
+        raise DataError(problem, f"name the answer to train on, {fields_line(answered)}; {dpo}")
     if row.images and not has_vision:
         problem = (
             f"{reader.source} holds images, which this model cannot see: its questions would be asked about nothing"
@@ -152,6 +166,19 @@ def _require_kind(reader: SourceReader, split: str, *, pairs: bool, has_vision: 
         fields = "name the columns of text alone: fields: {prompt: ..., answer: ...}"
         remedy = f"take a vision-language model ({', '.join(FAMILIES)}), or {fields}"
         raise DataError(problem, remedy)
+
+
+def _judged(reader: SourceReader, split: str) -> DataError:
+    parts = dict(reader.shapes[0].parts)
+    label = parts.pop("label").name
+    problem = f"{reader.source} holds answers with a verdict ({label}), of which some are wrong"
+    good = f"take the good ones with where: {{{label}: true}} and {fields_line(parts)}"
+    if split == "test":
+        return DataError(f"{problem}: they are not references", good)
+    pair = (
+        "put a good and a bad answer to the same prompt into one row as chosen and rejected, for objective: {kind: dpo}"
+    )
+    return DataError(f"{problem}; KTO, which learns from such rows, is not offered", f"{good}; or {pair}")
 
 
 @dataclass(slots=True)
@@ -224,6 +251,11 @@ class Ledger:
             repairs = "; ".join(row.repairs)
             self._write(tally, row, "repaired", repairs)
             self.note("repaired", tally.split, f"{row.place} {repairs}")
+
+    def note_placeholders(self, tally: SourceTally, row: Row) -> None:
+        texts = (row.text, *(message.content for message in (*row.messages, *row.rejected)))
+        if found := dict.fromkeys(name for text in texts if "{{" in text for name in _PLACEHOLDER.findall(text)):
+            self.note("placeholder", tally.split, f"{row.place} holds {', '.join(found)}")
 
     def _write(self, tally: SourceTally, row: Row | BadRow, what: str, reason: str) -> None:
         place = {"source": row.source, "row": row.number, "part": row.part}
@@ -304,6 +336,7 @@ class _Preparer:
         self.ledger.repair(tally, row)
         if at in chunk.special:
             self.ledger.note("special token", tally.split, f"{row.place} holds {', '.join(chunk.special[at])}")
+        self.ledger.note_placeholders(tally, row)
         if chunk.cut[at]:
             self.ledger.cut(tally, row, chunk.cut[at])
         self._use_images(tally, row, chunk.image_refs[at])
@@ -361,6 +394,7 @@ class _Preparer:
         if whole > len(tokens):
             self.ledger.cut(tally, row, whole - len(tokens))
         self.ledger.repair(tally, row)
+        self.ledger.note_placeholders(tally, row)
         tally.used += 1
         tally.tokens += len(tokens)
         self._use_images(tally, row, seen.image_refs)

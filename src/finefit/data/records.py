@@ -5,12 +5,13 @@ decoded through a buffer that slides along the file, so memory holds little more
 
 import codecs
 import csv
+import io
 import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, dropwhile, groupby, islice
+from itertools import chain, dropwhile, groupby
 from typing import Any, Literal, TextIO
 
 import pyarrow as pa
@@ -18,8 +19,19 @@ import pyarrow.parquet as pq
 
 from finefit.data import files
 from finefit.data.columns import CONTEXTS, PROMPTS, Value, plain, printable
-from finefit.data.files import HEAD, READ_ERRORS, DataFile, Numbered, UnreadableFile, open_bytes, open_text
-from finefit.data.rows import BadRow
+from finefit.data.files import (
+    HEAD,
+    MAX_DOCUMENT,
+    MAX_RECORD,
+    READ_ERRORS,
+    DataFile,
+    Numbered,
+    UnreadableFile,
+    lines_of,
+    open_bytes,
+    open_text,
+)
+from finefit.data.rows import BadRow, place_of
 from finefit.errors import DataError
 
 Unit = Literal["line", "paragraph", "document"]
@@ -49,6 +61,10 @@ class DataRecord:
     number: int
     """Its line in a file of lines, else its place in the file, from 1."""
     value: Value
+
+    @property
+    def place(self) -> str:
+        return place_of(self.source, self.number)
 
 
 def read_records(file: DataFile, *, unit: Unit | None = None) -> Iterator[DataRecord | BadRow]:
@@ -84,8 +100,8 @@ def is_amr(file: DataFile) -> bool:
 class JsonStream:
     """Decodes one value after the other through the sliding buffer."""
 
-    def __init__(self, handle: TextIO) -> None:
-        self._handle, self._buffer, self._ended = handle, "", False
+    def __init__(self, handle: TextIO, max_value: int = MAX_RECORD) -> None:
+        self._handle, self._buffer, self._ended, self._max_value = handle, "", False, max_value
         self._at = self._passed = 0
 
     def peek(self) -> str:
@@ -132,6 +148,7 @@ class JsonStream:
 
     def _grow(self) -> None:
         """At least doubles what is left, so that a long value is not decoded again for every chunk."""
+        files.require_length(len(self._buffer) - self._at, "a JSON value", self._max_value)
         more = self._handle.read(max(_CHUNK, len(self._buffer) - self._at))
         self._buffer = self._buffer[self._at :] + more
         self._passed += self._at
@@ -167,12 +184,15 @@ def _require_one_line(file: DataFile, text: str) -> None:
 
 
 def _read_lines(file: DataFile) -> Numbered:
+    """Values of a `.json` file are numbered as records, because no name of such a file says that it holds lines."""
+    num_records = 0
     with open_bytes(file) as handle:
-        for number, line in enumerate(handle, start=1):
+        for number, line in enumerate(lines_of(handle), start=1):
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line and not line.isspace():
-                yield number, _line_value(line)
+                num_records += 1
+                yield number if file.format == "jsonl" else num_records, _line_value(line)
 
 
 def _line_value(line: bytes) -> Value | str:
@@ -210,13 +230,15 @@ def _read_array(file: DataFile) -> Numbered:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
-        return "it is nested too deep"
-    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        return f"it is nested too deep: at most about {sys.getrecursionlimit():,} levels are read"
+    if isinstance(error, json.JSONDecodeError):  # "Unterminated string starting at", to which json adds the place
+        return error.msg.removesuffix(" at").removesuffix(" starting")
+    return str(error)
 
 
 def _read_document(file: DataFile) -> Numbered:
     with open_text(file) as handle:
-        stream = JsonStream(handle)
+        stream = JsonStream(handle, MAX_DOCUMENT)
         stream.peek()
         document, text = stream.value()
         is_followed = bool(stream.peek())
@@ -268,10 +290,10 @@ def _checked(value: Any, text: str) -> Value | str:
 
 
 def _read_csv(file: DataFile) -> Numbered:
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(MAX_RECORD)
     delimiter = _delimiter(file)
     with open_text(file, newline="") as handle:
-        rows = _csv_rows(_from_header(handle), delimiter)
+        rows = _csv_rows(_from_header(lines_of(handle)), delimiter)
         header = next(rows, None)
         if header is None:
             raise files.holds_no_rows(file)
@@ -299,11 +321,12 @@ def _delimiter(file: DataFile) -> str:
     if ".tsv" in file.path.name.lower():
         return "\t"
     with open_text(file, newline="") as handle:
-        head = list(islice(_from_header(handle), 100))  # more than the line breaks inside the names of any file
+        head = io.StringIO(handle.read(HEAD), newline="")
     num_columns: dict[str, int] = {}
     for delimiter in ",\t;":
         try:
-            num_columns[delimiter] = len(next(csv.reader(head, delimiter=delimiter, strict=True), []))
+            head.seek(0)
+            num_columns[delimiter] = len(next(csv.reader(_from_header(head), delimiter=delimiter, strict=True), []))
         except csv.Error:
             num_columns[delimiter] = 0
     return max(num_columns, key=num_columns.__getitem__)
@@ -319,6 +342,9 @@ def _csv_rows(lines: Iterable[str], delimiter: str) -> Iterator[list[str] | str]
             if "unexpected end of data" in str(error):
                 remedy = "close it, or fetch the file again if it was cut off"
                 raise UnreadableFile("a quote is opened there and never closed", remedy) from None
+            if "field limit" in str(error):
+                reason = f"a column is longer than {MAX_RECORD:,} characters"
+                raise UnreadableFile(reason, "look for a quote that is never closed") from None
             yield str(error)
 
 
@@ -336,6 +362,8 @@ def _batches(file: DataFile) -> Iterator[Any]:
     if file.format == "parquet":
         with pq.ParquetFile(file.path, pre_buffer=False, buffer_size=1 << 20) as table:
             files.require_distinct(table.schema_arrow.names)
+            groups = (table.metadata.row_group(at) for at in range(table.num_row_groups))
+            _require_expansion(file, sum(group.total_byte_size for group in groups))
             yield from table.iter_batches(batch_size=_BATCH)
         return
     with file.path.open("rb") as handle:
@@ -344,8 +372,13 @@ def _batches(file: DataFile) -> Iterator[Any]:
         table = pa.ipc.open_stream(source) if is_stream else pa.ipc.open_file(source)
         files.require_distinct(table.schema.names)
         for batch in table if is_stream else (table.get_batch(at) for at in range(table.num_record_batches)):
+            _require_expansion(file, batch.nbytes)
             batch.validate(full=True)  # nothing else keeps broken offsets from being read beyond the file's end
             yield from (batch.slice(start, _BATCH) for start in range(0, batch.num_rows, _BATCH))
+
+
+def _require_expansion(file: DataFile, num_bytes: int) -> None:
+    files.require_expansion(num_bytes, file.path.stat().st_size, "write them without compression")
 
 
 def _python_rows(batch: Any) -> list[Value | str]:
@@ -385,13 +418,13 @@ def _texts(file: DataFile, unit: Unit) -> Iterator[tuple[int, str]]:
         case "paragraph":
             return ((number, "\n".join(lines)) for number, lines in enumerate(_blocks(file), start=1))
         case "document":
-            text = "\n".join(_lines(file)).strip("\n")
+            text = "\n".join(_held(_lines(file))).strip("\n")
             return iter([(1, text)] if text.strip() else [])
 
 
 def _lines(file: DataFile) -> Iterator[str]:
     with open_text(file) as handle:
-        for line in handle:
+        for line in lines_of(handle):
             yield line.removesuffix("\n").removesuffix("\r")
 
 
@@ -399,7 +432,16 @@ def _blocks(file: DataFile) -> Iterator[list[str]]:
     """Lines between blank lines; a line with a tab alone is blank too."""
     for is_text, lines in groupby(_lines(file), key=lambda line: bool(line.strip())):
         if is_text:
-            yield list(lines)
+            yield list(_held(lines))
+
+
+def _held(lines: Iterable[str]) -> Iterator[str]:
+    """Lines that are kept together as one text."""
+    length = 0
+    for line in lines:
+        length += len(line) + 1
+        files.require_length(length, "a text", MAX_DOCUMENT)
+        yield line
 
 
 def _read_amr(file: DataFile) -> Numbered:

@@ -8,13 +8,13 @@ token may straddle that place.
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -23,7 +23,8 @@ from finefit.data.encode import Budget, TextEncoder, require_characters
 from finefit.data.examples import Example, RenderedRow
 from finefit.data.image_check import fill_placeholders, num_image_tokens, require_image_tokens, with_placeholders
 from finefit.data.rows import IMAGE_PLACEHOLDER, ImageRef, Message, Row
-from finefit.data.template import ChatTemplate, TemplateFormat, read_tools, require_tools
+from finefit.data.template import ChatTemplate, TemplateFormat, Written, needed_for_turn, read_tools, require_tools
+from finefit.data.template_process import Conversation
 from finefit.errors import DataError
 from finefit.spec.data import TEMPLATE_OPTIONS
 from finefit.vision.family import ImageProcessor
@@ -52,6 +53,10 @@ class Segments(NamedTuple):
 
 Rendering = tuple[list[Segments], list[Segments]]
 """A row in text: its examples, each in segments, and those of its rejected answer."""
+
+Made = TypeVar("Made")
+Work = Generator[tuple[bool, tuple[Conversation, Conversation]], Written | None, Made]
+"""Asks for what the template has to write, that for rows with tools or without, and goes on with it."""
 
 
 @dataclass(frozen=True)
@@ -183,12 +188,7 @@ class Renderer:
 
     def render(self, rows: Sequence[Row], budget: Budget) -> list[RenderedRow]:
         """One for each row, whatever is wrong with it. All segments are tokenised in one call."""
-        renderings: list[Rendering | DataError] = []
-        for row in rows:
-            try:
-                renderings.append(self._rendering(row, budget.turns))
-            except DataError as error:
-                renderings.append(error)
+        renderings = self._all([self._rendering(row, budget.turns) for row in rows])
         segments = self._segment_ids([found for found in renderings if not isinstance(found, DataError)])
         return [self._finished(row, found, segments, budget) for row, found in zip(rows, renderings, strict=True)]
 
@@ -218,7 +218,9 @@ class Renderer:
 
         def rendered(messages: Sequence[Message]) -> RenderedRow:
             cut = replace(row, messages=(*messages, *row.messages[num_shared:]))
-            rendering = self._rendering(cut, budget.turns)
+            (rendering,) = self._all([self._rendering(cut, budget.turns)])
+            if isinstance(rendering, DataError):
+                raise rendering
             return self._assembled(rendering, self._segment_ids([rendering]))
 
         kept = self._encoder.fit(
@@ -237,17 +239,38 @@ class Renderer:
         remedy = "raise data.max_tokens, or set data.too_long: drop to leave such rows out; an answer is never cut"
         return RenderedRow(problem=problem, remedy=remedy, is_too_long=True, num_tokens=num_tokens)
 
-    def _rendering(self, row: Row, turns: Turns) -> Rendering:
+    def _all(self, works: Sequence[Work[Rendering]]) -> list[Rendering | DataError]:
+        """What each piece of work comes to. All go on at one pace, so that each template writes for all at once."""
+        done: dict[int, Rendering | DataError] = {}
+        results: dict[int, Written | None] = dict.fromkeys(range(len(works)))
+        while results:
+            needed: dict[bool, list[tuple[int, tuple[Conversation, Conversation]]]] = {False: [], True: []}
+            for at, written in results.items():
+                try:
+                    has_tools, both = works[at].send(written)
+                    needed[has_tools].append((at, both))
+                except StopIteration as end:
+                    done[at] = end.value
+                except DataError as error:
+                    done[at] = error
+            results = {}
+            for has_tools, several in needed.items():
+                if several:
+                    texts = iter(self._templates[has_tools].write_all([one for _, both in several for one in both]))
+                    results |= {at: (next(texts), next(texts)) for at, _ in several}
+        return [done[at] for at in range(len(works))]
+
+    def _rendering(self, row: Row, turns: Turns) -> Work[Rendering]:
         if row.images and not row.image_refs:
             raise DataError(*_NO_VISION)
         if row.kind == "text":
             require_characters([row.text])
             self._placed([Message("user", row.text)], ())
             return [Segments([Segment(row.text, True)])], []
-        examples = self._examples(row.messages, row, turns)
+        examples = yield from self._examples(row.messages, row, turns)
         if not row.rejected:
             return examples, []
-        rejected = self._examples((*row.messages[: row.num_given], *row.rejected), row, turns)
+        rejected = yield from self._examples((*row.messages[: row.num_given], *row.rejected), row, turns)
         if examples == rejected:
             problem = "both sides of the pair are rendered alike, so there is nothing to prefer"
             raise DataError(problem, "remove the pair, or fix one side")
@@ -256,7 +279,7 @@ class Renderer:
             raise DataError(problem, "set data.turns: last, which compares the last answers alone")
         return examples, rejected
 
-    def _examples(self, messages: Sequence[Message], row: Row, turns: Turns) -> list[Segments]:
+    def _examples(self, messages: Sequence[Message], row: Row, turns: Turns) -> Work[list[Segments]]:
         """Prompts and answers: one example as long as each prompt continues the last answer as it was trained."""
         marked = with_placeholders(messages, len(row.image_refs))
         messages = self._placed(messages, row.image_refs)
@@ -273,7 +296,9 @@ class Renderer:
         num_images: list[int] = []
         done = ""
         for at in answers if turns == "all" else answers[-1:]:
-            prompt, turn = template.turn(messages, dicts, at, given)
+            written = yield bool(row.tools), needed_for_turn(dicts, at, given)
+            assert written is not None
+            prompt, turn = template.turn(messages, dicts, at, given, written)
             if not examples or not prompt.startswith(done):
                 require_tools(given, prompt)
                 examples.append([])
@@ -371,8 +396,10 @@ class Renderer:
         added = re.compile(f"(?:{self._encoder.added.pattern})+")
         without = str(self.tokenizer.get_chat_template())
         with_tools = str(self.tokenizer.get_chat_template(tools=[]))
-        usual = ChatTemplate(without, variables, eos, added, self._encoder.special)
-        return {False: usual, True: usual if with_tools == without else replace(usual, source=with_tools)}
+        model = self.tokenizer.name_or_path or "the model"
+        usual = ChatTemplate(f"the chat template of {model}", without, variables, eos, added, self._encoder.special)
+        for_tools = replace(usual, name=f"the chat template for tools of {model}", source=with_tools)
+        return {False: usual, True: usual if with_tools == without else for_tools}
 
     @property
     def _format(self) -> TemplateFormat:

@@ -19,6 +19,8 @@ IMAGE_PLACEHOLDER: Final = "<image>"
 """Marks in the text where an image belongs."""
 IMAGE_ARCHIVE: Final = "images.zip"
 """Among the prepared files: images that came as bytes, stored under their digests."""
+_WITHOUT_LINES: Final = (".json", ".csv", ".tsv", ".parquet", ".arrow")
+"""Endings of files whose records are not lines."""
 _ITEM: Final = ("source", "number", "dataset", "part", "messages", "tools", "references", "votes", "wrong", "text")
 
 
@@ -129,7 +131,7 @@ class Row:
 
     @property
     def place(self) -> str:
-        return _place(self.source, self.number, self.part)
+        return place_of(self.source, self.number, self.part)
 
     @property
     def prompt(self) -> tuple[Message, ...]:
@@ -150,11 +152,15 @@ class BadRow:
 
     @property
     def place(self) -> str:
-        return _place(self.source, self.number, self.part)
+        return place_of(self.source, self.number, self.part)
 
 
-def _place(source: str, number: int, part: int) -> str:
-    return f"{source}:{number}" + (f" ({part})" if part else "")
+def place_of(source: str, number: int, part: int = 0) -> str:
+    """Where a user finds a row: `train.jsonl:3` is a line, as editors and grep name it. A file whose records are not
+    lines has no such name."""
+    has_lines = not source.lower().removesuffix(".gz").endswith(_WITHOUT_LINES)
+    place = f"{source}:{number}" if has_lines else f"record {number} of {source}"
+    return place + (f" ({part})" if part else "")
 
 
 def as_item(row: Row) -> Row:

@@ -38,8 +38,25 @@ _SYSTEMS: Final = frozenset({"system", "systemprompt"})
 _TEXTS: Final = frozenset({"text", "content"})
 _IMAGES: Final = frozenset({"image", "images", "img", "imgname", "imagepath", "imagelocalname", "imagefilename"})
 _CHOICES: Final = frozenset({"choices", "options"})
+_MEDIA: Final = {
+    plain_name: medium
+    for medium in ("audio", "video")
+    for plain_name in (medium, f"{medium}s", f"{medium}path", f"{medium}paths", f"{medium}file", f"{medium}files")
+}
+"""What a column of this name holds; neither is offered."""
 _MEANT: Final = (PROMPTS | _ANSWERS | CONTEXTS | _CHATS | _SYSTEMS | _TEXTS | _IMAGES | _CHOICES).union(
-    {"tools", "chosen", "rejected", "ktotag", "history", "questions", "correctanswers", "incorrectanswers"}
+    {
+        "chosen",
+        "rejected",
+        "chosenmessages",
+        "rejectedmessages",
+        "tools",
+        "ktotag",
+        "history",
+        "questions",
+        "correctanswers",
+        "incorrectanswers",
+    }
 )
 
 _BESIDE: Final = frozenset({"system", "tools", "images"})
@@ -92,7 +109,11 @@ class Shape:
 
     def _for(self, record: DataRecord) -> "Shape":
         """A later record may have a column that the first ones lack, such as `system`; its own shape is found then."""
-        if self.columns is None or record.value.keys() <= self.columns:
+        if self.columns is None:
+            return self
+        if media := [name for name, value in record.value.items() if plain(name) in _MEDIA and columns.is_given(value)]:
+            raise RecordError(f"has {_MEDIA[plain(media[0])]} in {media[0]}, and only text and images are trained on")
+        if record.value.keys() <= self.columns:
             return self
         new = [name for name in record.value if name not in self.columns and plain(name) in _MEANT]
         if not new:
@@ -121,6 +142,10 @@ def find_shape(sample: Sequence[DataRecord], fields: Fields, *, source: str) -> 
         parts = {field: seen.column(written, field) for field, written in declared.items()}
         return _shape(seen, name, parts, is_declared=True)
     shape = _recognised(seen)
+    if media := [name for name in seen.named(_MEDIA) if seen.values[name]]:
+        what = f"{_MEDIA[plain(media[0])]} (column {media[0]})"
+        problem = f"{seen.source} holds {what}, and finefit trains on text and images: it would be ignored"
+        raise DataError(problem, f"leave these rows out, or train on their text alone with {fields_line(shape.parts)}")
     if not declared:
         return shape
     # Only an addition to a shape is declared, such as the column of an image.
@@ -151,6 +176,8 @@ def _recognised(seen: SampleColumns) -> Shape:
 
 def _pair(seen: SampleColumns) -> Shape | None:
     parts = _columns(seen, chosen={"chosen"}, rejected={"rejected"})
+    if len(parts) < 2:  # as LLaMA-Factory names them
+        parts = _columns(seen, chosen={"chosenmessages"}, rejected={"rejectedmessages"})
     if len(parts) < 2:
         return None
     first = [talk[0] for talk in _conversations(seen, parts["chosen"].name)]
@@ -159,7 +186,7 @@ def _pair(seen: SampleColumns) -> Shape | None:
     prompts = _prompts(seen) + [{"prompt": _named(name)} for name in _chat_columns(seen)]
     if not prompts:
         problem = f"{seen.source} has pairs but no prompt that is known; its columns are {listed(seen.values)}"
-        raise DataError(problem, f"name the prompt: {_line({'prompt': Column('...')} | parts)}")
+        raise DataError(problem, f"name the prompt: {fields_line({'prompt': Column('...')} | parts)}")
     if len(prompts) > 1:
         raise _ambiguous(seen, f"may have its prompt in {_either(prompts)}", (prompt | parts for prompt in prompts))
     return _shape(seen, "preference pairs", prompts[0] | parts | _beside(seen))
@@ -273,9 +300,9 @@ def _text(seen: SampleColumns) -> Shape:
         ways: list[Parts] = [{"text": Column(name)} for name in texts]
         ways += [{"prompt": Column(name), "answer": Column(other)} for name, other in product(texts, others)]
         raise _ambiguous(seen, f"has {', '.join(texts + others)}: plain text, or a prompt and an answer", ways)
-    example = {"prompt": Column("..."), "answer": Column("...")}
+    examples = [{"prompt": Column("..."), "answer": Column("...")}, {"messages": Column("...")}]
     problem = f"{seen.source}: the shape of its records is not recognised; their columns are {listed(seen.values)}"
-    raise DataError(problem, f"name the columns, for example {_line(example)} or {_line({'messages': Column('...')})}")
+    raise DataError(problem, "name the columns, for example " + " or ".join(map(fields_line, examples)))
 
 
 def _named(name: str) -> Column:
@@ -337,10 +364,10 @@ def _either(prompts: Iterable[Parts]) -> str:
 
 
 def _ambiguous(seen: SampleColumns, problem: str, ways: Iterable[Mapping[str, Column]]) -> DataError:
-    return DataError(f"{seen.source} {problem}", "say which: " + " or ".join(_line(parts) for parts in ways))
+    return DataError(f"{seen.source} {problem}", "say which: " + " or ".join(fields_line(parts) for parts in ways))
 
 
-def _line(parts: Mapping[str, Column]) -> str:
+def fields_line(parts: Mapping[str, Column]) -> str:
     """What a user can write to choose this reading."""
     names = {part: column.name for part, column in parts.items() if part in Fields.model_fields}
     if parts.keys() & {"context", "input", "choices"}:

@@ -183,7 +183,7 @@ def _join(path: str, files: tuple[DataFile, ...], base: Path, split: str) -> Joi
             at = record.value.get(shared[0]) if isinstance(record, DataRecord) else None
             if isinstance(record, BadRow) or not isinstance(at, str | int):
                 reason = record.reason if isinstance(record, BadRow) else f"has no {shared[0]}"
-                problem = f"{file.name}:{record.number} {reason}, so it cannot be joined"
+                problem = f"{record.place} {reason}, so it cannot be joined"
                 raise DataError(problem, "fix or remove this record")
             partners[at] = None if at in partners else record.value
     return Join(path=path, column=shared[0], partners=partners)

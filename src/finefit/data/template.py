@@ -4,19 +4,15 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, TemplateSyntaxError
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from finefit.data.rows import IMAGE_PLACEHOLDER, Message
-from finefit.errors import DataError, ModelError
+from finefit.data.template_process import Conversation, Json, TemplateProcess, Tools, shared_process
+from finefit.errors import DataError
 
-_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What a template's code can raise on messages that it does not expect; the last on deeply nested tools."""
 _ANSWER, _THOUGHT, _NAME = "Zq0AnswerMark0qZ", "Zq0ThoughtMark0qZ", "zq0_call_mark"
 """Stand for an answer and its parts, to find what a template writes around them."""
 _THINKING = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
@@ -24,9 +20,6 @@ _BLANKS = re.compile(r"\s*")
 _NO_ROOM = "the chat template has no place for the reasoning before this answer"
 _WITHOUT_REASONING = "leave the reasoning out of the row, or take a model whose template writes it"
 _OTHER_MODEL = "leave the row out, or take a model whose chat template writes tools and their calls"
-
-Json = dict[str, Any]
-Tools = list[Json] | None
 
 
 class TemplateFormat(NamedTuple):
@@ -41,8 +34,18 @@ class TemplateFormat(NamedTuple):
     """Before the reasoning, and between it and the answer, where the template has a place for it after the prompt."""
 
 
+Written = Sequence[str | DataError]
+
+
+def needed_for_turn(dicts: Sequence[Json], at: int, tools: Tools) -> tuple[Conversation, Conversation]:
+    """What has to be written to know the turn of the answer at `at`: all before it, and all up to it."""
+    return Conversation(dicts[:at], True, tools), Conversation(dicts[: at + 1], False, tools)
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
+    name: str
+    """With its model, for errors."""
     source: str
     variables: Mapping[str, Any]
     eos: str
@@ -50,23 +53,15 @@ class ChatTemplate:
     """Runs of tokens that were added to the vocabulary, which templates use as delimiters."""
     special: re.Pattern[str]
     """One of those that are not text."""
+    process: TemplateProcess = field(default_factory=shared_process, compare=False, repr=False)
+
+    def write_all(self, conversations: Sequence[Conversation]) -> list[str | DataError]:
+        """In one go, which is much quicker than one by one. A DataError is for a conversation that is refused."""
+        return self.process.render(self.name, self.source, self.variables, conversations)
 
     def write(self, messages: Sequence[Json], *, opening: bool, tools: Tools = None) -> str:
         """`opening`: with the opening of the assistant's turn."""
-        try:
-            variables = {**self.variables, "add_generation_prompt": opening}
-            written, _ = render_jinja_template([messages], tools=tools, chat_template=self.source, **variables)
-        except TemplateSyntaxError as error:
-            problem = f"the chat template of the model cannot be read: line {error.lineno}: {error.message}"
-            remedy = "use the template that belongs to the model: chat_template.jinja, or in tokenizer_config.json"
-            raise ModelError(problem, remedy) from None
-        except _REFUSALS as error:
-            raise DataError(
-                f"the chat template refuses this conversation: {error}",
-                "change the messages to what the template takes: some have no system role, or want user and "
-                "assistant to alternate",
-            ) from None
-        return str(written[0])
+        return _accepted(*self.write_all([Conversation(messages, opening, tools)]))
 
     def prompt(self, messages: Sequence[Json], tools: Tools) -> str:
         """The template's own opening for generation, or all before an answer where it writes none after that."""
@@ -84,11 +79,13 @@ class ChatTemplate:
             raise _lost(stock, marked)
         return marked[:place]
 
-    def turn(self, messages: Sequence[Message], dicts: Sequence[Json], at: int, tools: Tools) -> tuple[str, str]:
-        """The prompt of the answer at `at`, and all that the model has to write after it, up to its end."""
+    def turn(
+        self, messages: Sequence[Message], dicts: Sequence[Json], at: int, tools: Tools, written: Written
+    ) -> tuple[str, str]:
+        """The prompt of the answer at `at`, and all that the model has to write after it, up to its end. `written`:
+        what the template writes for `needed_for_turn`."""
         message, form = messages[at], self.format
-        stock = self.write(dicts[:at], opening=True, tools=tools)
-        whole = self.write(dicts[: at + 1], opening=False, tools=tools)
+        stock, whole = map(_accepted, written)
         is_usual = form.is_stock and not message.reasoning and not message.tool_calls
         if is_usual and whole.startswith(stock + form.opening):
             end = _end_of(message.content, whole, len(stock) + len(form.opening))
@@ -251,6 +248,12 @@ class ChatTemplate:
         except DataError:
             return False
         return all(mark in written for mark in marks)
+
+
+def _accepted(written: str | DataError) -> str:
+    if isinstance(written, DataError):
+        raise written
+    return written
 
 
 class _CallForm(NamedTuple):

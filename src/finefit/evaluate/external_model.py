@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from finefit.artifacts.records import WiredModel, read_record
+from finefit.artifacts.records import WiredModel, read_record, read_spec
 from finefit.artifacts.rundir import RunDir, StageDir, is_run
 from finefit.artifacts.stage_records import Stage
 from finefit.data.image_check import ModelProcessor
@@ -14,7 +14,6 @@ from finefit.data.render import open_renderer
 from finefit.errors import ModelError, RunError
 from finefit.model import resolve_model as models
 from finefit.spec.data import Data, ImageLimits, Source
-from finefit.spec.load import spec_from_json
 from finefit.spec.models import CustomModel, EmbeddedModel, FolderModel, Full, HubModel, Lora, Model, ShapeModel, Tuning
 from finefit.spec.schema import AdamW, Evaluation, Spec
 from finefit.spec.stages import moved
@@ -70,7 +69,7 @@ def stage_model(name: str, wired: WiredModel, prompts: Spec) -> ExternalModel:
 
 def rows_spec(data: Data, *, seed: int, evaluations: tuple[Evaluation, ...] = ()) -> Spec:
     """A spec that holds only what the rendering of rows depends on."""
-    model, tuning, optimizer = ShapeModel(kind="shape", config={}), Full(kind="full"), AdamW(lr=1.0)
+    model, tuning, optimizer = ShapeModel(kind="shape", config={}), Full(kind="full"), AdamW(lr=1e-5)
     return Spec(
         name="rows", seed=seed, model=model, tuning=tuning, data=data, optimizer=optimizer, evaluate=evaluations
     )
@@ -117,7 +116,7 @@ def _training_run_of(folder: Path) -> tuple[Path, Stage, Spec] | None:
     run, where = _enclosing_run(folder), StageDir(folder.parent.parent)
     if run is None or not where.stage.is_file():
         return None
-    spec = spec_from_json(RunDir(run).spec_json.read_text(encoding="utf-8"))
+    spec = read_spec(RunDir(run))
     return run, read_record(where.stage, Stage), spec
 
 

@@ -36,6 +36,12 @@ class RetryPolicy:
 _RETRY = RetryPolicy()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JudgeLine:
+    key: str
+    verdict: str
+
+
 def judge_items(
     task: Task,
     items: Sequence[EvalItem],
@@ -46,7 +52,7 @@ def judge_items(
     retries: RetryPolicy = _RETRY,
 ) -> list[EvalItem]:
     """Every item with a result gets a verdict and a mark. What the file `verdicts` holds is not asked again."""
-    keys, known = dict[int, str](), {str(line["key"]): str(line["verdict"]) for line in read_lines(verdicts)}
+    keys, known = dict[int, str](), {line.key: line.verdict for line in read_lines(verdicts, _JudgeLine)}
     missing: dict[str, str] = {}  # by key, so that equal questions are asked once
     for item in items:
         if item.failure is None:

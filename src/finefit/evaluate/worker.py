@@ -7,7 +7,6 @@ import gc
 import hashlib
 import logging
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from finefit import errors
 from finefit.artifacts.atomic import Journal, read_lines
 from finefit.artifacts.checkpoint import problems
 from finefit.artifacts.processes import on_stop_signals, when_launcher_ends
+from finefit.artifacts.reading import is_there
 from finefit.artifacts.records import Failure, Levers, read_record, write_record
 from finefit.artifacts.rundir import EvalPaths, StageDir
 from finefit.artifacts.stage_records import EvalFailure, EvalItem, EvalRequest, EvalResult
@@ -41,7 +41,9 @@ from finefit.errors import FinefitError, Interrupted, Resumable, RunError, Worke
 from finefit.evaluate.batches import ImagePrefetch, require_images
 from finefit.evaluate.generate import AnswerModel, generate
 from finefit.evaluate.judge import judge_items, with_current_marks
+from finefit.evaluate.reuse import answered
 from finefit.evaluate.score import finished, made_with, score_item, summarise
+from finefit.facts.machine import read_peak_resident_bytes
 from finefit.model.attention import attention_here, for_answers
 from finefit.model.load import base_bits, load_for_answers, quiet, starting_adapter, weight_dtype
 from finefit.model.resolve_model import ResolvedModel, resolve_start
@@ -55,6 +57,11 @@ MODULE = "finefit.evaluate.worker"
 _GRACE_SECONDS = 30.0  # for a child to end after SIGTERM
 _ITEM = TypeAdapter(EvalItem)
 Check = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WarningLine:
+    warning: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +98,13 @@ def evaluate(job: EvalJob) -> EvalResult:
     if judge is not None:
         items = judge_items(task, items, judge, verdicts=job.paths.verdicts, seed=request.subject.seed)
     result = summarise(task, request.checkpoint, items, available=len(asked), seconds=seconds)
-    warnings = dict.fromkeys(str(line["warning"]) for line in read_lines(job.paths.warnings))
+    warnings = dict.fromkeys(line.warning for line in read_lines(job.paths.warnings, _WarningLine))
     decoding = f"greedy, at most {request.evaluation.max_new_tokens} new tokens"
     signature = {**made_with(), "decoding": decoding, "precision": request.subject.precision}
+    predicted = limit.reserved_bytes if request.subject.device == "cuda" else limit.held_bytes
     memory: dict[str, Any] = {"loaded_bytes": cost.loaded_bytes, "peak_bytes": cost.peak_bytes}
     warned = (*warnings, *result.warnings)
-    return replace(
-        result, signature=result.signature | signature, warnings=warned, predicted_bytes=limit.reserved_bytes, **memory
-    )
+    return replace(result, signature=result.signature | signature, warnings=warned, predicted_bytes=predicted, **memory)
 
 
 def _items_of(job: EvalJob) -> tuple[Task, list[Row], list[int], list[int]]:
@@ -117,12 +123,6 @@ def sample(rows: Sequence[Row], limit: int | None, *, among: Sequence[int] | Non
         return list(everything)
     drawn = sorted(everything, key=lambda at: hashlib.sha256(f"sample {key_of(rows[at])}".encode()).digest())
     return sorted(drawn[:limit])
-
-
-def answered(paths: EvalPaths) -> dict[int, EvalItem]:
-    """The items written so far, by whichever process."""
-    found = (_ITEM.validate_python(line) for path in paths.answered() for line in read_lines(path))
-    return {item.item: item for item in found}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,7 @@ def other_shares(request: Path, paths: EvalPaths, num_shares: int) -> Iterator[C
 
 def _share_failure(paths: EvalPaths, number: int, num_shares: int, code: int) -> FinefitError:
     who = f"process {number + 1} of {num_shares} that share the items"
-    if paths.failure_of(number).exists():
+    if is_there(paths.failure_of(number)):
         failure = read_record(paths.failure_of(number), EvalFailure).failure
         kind: type[FinefitError] = getattr(errors, failure.kind, FinefitError)
         return kind(f"{who}: {failure.problem}", failure.remedy)
@@ -311,8 +311,7 @@ def held_bytes(device: str) -> int:
 def _peak_bytes(device: str) -> int:
     if device == "cuda":
         return max(torch.cuda.max_memory_reserved(card) for card in range(torch.cuda.device_count()))
-    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return read_peak_resident_bytes()
 
 
 def exit_code_of(act: Callable[[], None], failure: Path) -> int:

@@ -196,6 +196,8 @@ ACCEPTED = (
 )
 MAX_COUNT = 1024
 NUM_NEAREST = 4
+_NEAR = 0.54
+"""Below this likeness a name is another card's, as MI300X is not A100."""
 SIZE_RANGE_BYTES = (2**20, 2**42)
 UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 
@@ -279,11 +281,14 @@ def _read_card(name: str, text: str) -> tuple[CardKind | None, int]:
         raise UserError(problem, f"say which: {names}")
     size = _SIZE.fullmatch(name)
     if size is None:
-        raise UserError(f"card {text!r} is not known", f"nearest known: {_nearest(name)}; give {ACCEPTED}")
+        near = _nearest(name)
+        problem = f"card {text!r} is not known; finefit plans for NVIDIA cards with CUDA, and for the CPU"
+        raise UserError(problem, f"{f'nearest known: {near}; ' if near else ''}give {ACCEPTED}")
     number, unit = size.groups()
     if not unit:
         problem = f"card {text!r} is neither a known card nor a size: {number} has no unit"
-        raise UserError(problem, f"nearest known: {_nearest(number)}; a size is 24GiB or 24GB")
+        near = _nearest(number)
+        raise UserError(problem, f"{f'nearest known: {near}; ' if near else ''}a size is 24GiB or 24GB")
     if unit.casefold() not in UNITS:
         problem = f"card {text!r} has a size in {unit!r}, which is not a known unit"
         raise UserError(problem, f"write {number}GiB (binary) or {number}GB (decimal)")
@@ -296,7 +301,7 @@ def _read_card(name: str, text: str) -> tuple[CardKind | None, int]:
 
 
 def _nearest(name: str) -> str:
-    """Cards with the same model number first (RTX 6000 is part of three names), then by similarity."""
+    """Cards with the same model number first (RTX 6000 is part of three names), then similar ones; may be empty."""
     wanted = _key(name)[:40]
     numbers = set(re.findall(r"[0-9]{2,}", wanted))
     matcher = difflib.SequenceMatcher(b=wanted, autojunk=False)
@@ -305,7 +310,9 @@ def _nearest(name: str) -> str:
         matcher.set_seq1(_key(kind.name))
         return not numbers.isdisjoint(re.findall(r"[0-9]{2,}", kind.name)), matcher.ratio()
 
-    return ", ".join(kind.name for kind in sorted(CARD_KINDS, key=likeness, reverse=True)[:NUM_NEAREST])
+    ranked = sorted(((likeness(kind), kind.name) for kind in CARD_KINDS), key=lambda found: found[0], reverse=True)
+    near = [name for (has_number, ratio), name in ranked if has_number or ratio >= _NEAR]
+    return ", ".join(near[:NUM_NEAREST])
 
 
 def _kinds_named(name: str) -> tuple[CardKind, ...]:

@@ -7,8 +7,10 @@ tensors (a router, the norms), which lie between the blocks."""
 import hashlib
 import json
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
@@ -17,7 +19,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from finefit.errors import ModelError
+from finefit.errors import FinefitError, ModelError, is_out_of_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +84,25 @@ INDEX = "model.safetensors.index.json"
 NUM_BLOCKS = 64
 BLOCK_BYTES = 64 * 1024
 HEAD_BYTES = 4 * 1024
+MAX_HEADER_BYTES = 100_000_000
+"""As in safetensors itself."""
+MAX_TEXT_BYTES = 256 << 20
+"""Several times the largest published tokenizer.json."""
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 DTYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+_BITS = {"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16}
+_BITS |= {"U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8}
+_BITS |= {"F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
+"""Of an element, by safetensors' name of its type."""
 COMPUTED = ".rotary_emb.inv_freq"
 """Suffix of a tensor that old versions of transformers stored; a model computes it from its config."""
 FETCH_AGAIN = "the file was not copied or downloaded to its end; fetch it again"
+RESTORE = "restore the file from where the model came from"
+_NEEDED = re.compile(
+    r"requires the ([\w.-]+) library|packages? (?:that were )?not found in your environment: ([\w.-]+)"
+)
+"""How transformers says which package it needs."""
+_MAX_WORDS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +138,43 @@ TENSORS = TypeAdapter(dict[str, Tensor])
 SHARDS = TypeAdapter(dict[str, str])
 
 
+@contextmanager
+def reading_model(what: str | Path, remedy: str = RESTORE) -> Iterator[None]:
+    """The boundary to libraries that read a model's own files. These are the user's input, so whatever a library raises
+    about them is an error of the user's. `what`: the file or folder."""
+    try:
+        yield
+    except FinefitError:
+        raise
+    except ImportError as error:
+        found = _NEEDED.search(str(error))
+        package = error.name or (found and (found[1] or found[2]))
+        command = f"pip install {package}" if package else "install the package that it names"
+        raise ModelError(
+            f"{what} needs a package that is not installed: {package or first_words(error)}", command
+        ) from None
+    except BaseException as error:
+        is_panic = type(error).__name__ == "PanicException"  # of tokenizers, which is written in Rust
+        if not (is_panic or isinstance(error, Exception)) or is_out_of_memory(error) or "CUDA" in str(error):
+            raise
+        words = first_words(error)
+        reason = words if " " in words else f"{type(error).__name__} {words}".rstrip()
+        raise ModelError(f"{what} cannot be read: {reason}", remedy) from error
+
+
+def first_words(error: BaseException) -> str:
+    """What an error says, in one line."""
+    words = " ".join(str(error).split())
+    if isinstance(error, RecursionError):
+        words = "it is nested too deeply"
+    return words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + " ..."
+
+
 def read_model_folder(path: Path) -> ModelHeader:
     try:
         require_folder(path)
         config = read_config(path)
-        texts, weights = find_texts(path), [read_weight_file(path / name) for name in find_weight_files(path)]
+        texts, weights = require_small_texts(path), [read_weight_file(path / name) for name in find_weight_files(path)]
         tensors = [tensor for file in weights for tensor in file.tensors.values()]
         return ModelHeader(
             config=config,
@@ -147,6 +195,20 @@ def find_texts(path: Path) -> dict[str, Path]:
     return {name: path / name for name in (*TEXT_FILES, *templates) if (path / name).is_file()}
 
 
+def require_small_texts(path: Path) -> dict[str, Path]:
+    """What `find_texts` finds: these files are read into memory."""
+    texts = find_texts(path)
+    for text in texts.values():
+        _require_small(text)
+    return texts
+
+
+def _require_small(file: Path) -> None:
+    if (size := file.stat().st_size) > MAX_TEXT_BYTES:
+        problem = f"{file} has {size:,} bytes, more than the {MAX_TEXT_BYTES:,} that finefit reads of such a file"
+        raise ModelError(problem, RESTORE)
+
+
 def stored_dtypes(path: Path) -> tuple[str, ...]:
     """Torch's names, the most frequent first. Empty for missing or damaged weights, which loading reports."""
     try:
@@ -164,11 +226,15 @@ def read_config(path: Path) -> dict[str, Any]:
         if (path / "adapter_config.json").is_file():
             remedy = "it is an adapter: name the model that it was trained on, or merge the two first"
         raise ModelError(f"{path} has no config.json, so it is not a model folder", remedy)
-    config = _read_json(file)
-    if not isinstance(config, dict):
-        problem = f"{file} holds a {type(config).__name__}, not an object"
-        raise ModelError(problem, "restore the file from where the model came from")
-    return config
+    return read_object(file)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in one of a model's files."""
+    found = _read_json(file)
+    if not isinstance(found, dict):
+        raise ModelError(f"{file} holds a {type(found).__name__}, not an object", RESTORE)
+    return found
 
 
 def find_weight_files(path: Path) -> tuple[str, ...]:
@@ -181,6 +247,8 @@ def find_weight_files(path: Path) -> tuple[str, ...]:
             shards = sorted(set(SHARDS.validate_python(index["weight_map"]).values()))
         except (KeyError, TypeError, ValidationError) as error:
             raise ModelError(f"{path / INDEX} has no weight_map of tensor and file names", FETCH_AGAIN) from error
+        if outside := [name for name in shards if Path(name).name != name]:
+            raise ModelError(f"{path / INDEX} names {outside[0]}, which is not a file of its folder", FETCH_AGAIN)
         if missing := [name for name in shards if not (path / name).is_file()]:
             problem = f"{path} lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing)}"
             raise ModelError(problem, "fetch what is missing")
@@ -204,18 +272,52 @@ def read_weight_file(path: Path) -> WeightFile:
         if len(start) < 8 or header_bytes > size_bytes - 8:
             problem = f"{path} is truncated: {size_bytes:,} bytes do not hold its header of {header_bytes:,}"
             raise ModelError(problem, FETCH_AGAIN)
+        if header_bytes > MAX_HEADER_BYTES:
+            problem = f"{path} has a header of {header_bytes:,} bytes; safetensors allows {MAX_HEADER_BYTES:,}"
+            raise ModelError(problem, RESTORE)
         header = file.read(header_bytes)
     try:
         entries = json.loads(header)
         entries.pop("__metadata__", None)
         tensors = TENSORS.validate_python(entries)
-    except (ValueError, AttributeError, TypeError) as error:  # not JSON, not an object, or not entries of tensors
+    # not JSON, not an object, not entries of tensors, or nested too deeply
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         problem = f"{path} has a header that is not safetensors', so its tensors are unknown"
         raise ModelError(problem, FETCH_AGAIN) from error
     expected = 8 + len(header) + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if size_bytes < expected:
         raise ModelError(f"{path} is truncated: it has {size_bytes:,} of {expected:,} bytes", FETCH_AGAIN)
+    if size_bytes > expected:
+        raise ModelError(f"{path} has {size_bytes:,} bytes, its header describes {expected:,}", FETCH_AGAIN)
+    _require_whole(path, tensors)
     return WeightFile(path=path, size_bytes=size_bytes, header=header, tensors=tensors)
+
+
+def read_tensor(file: WeightFile, name: str) -> bytes:
+    start, end = file.tensors[name].data_offsets
+    with file.path.open("rb") as opened:
+        opened.seek(8 + len(file.header) + start)
+        return opened.read(end - start)
+
+
+def _require_whole(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Each tensor has the bytes of its shape, and they follow one another without a gap, as safetensors demands."""
+    at = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
+        start, end = tensor.data_offsets
+        if tensor.dtype not in _BITS:
+            problem = f"{path}: {name} has the unknown dtype {tensor.dtype}"
+        elif any(size < 0 for size in tensor.shape):
+            problem = f"{path}: {name} has a negative size in its shape {list(tensor.shape)}"
+        elif start != at or end < start:
+            problem = f"{path}: {name} is at bytes {start:,} to {end:,}, where byte {at:,} comes next"
+        elif 8 * (end - start) != (needed := prod(tensor.shape) * _BITS[tensor.dtype]):
+            shape = f"{list(tensor.shape)} in {tensor.dtype}"
+            problem = f"{path}: {name} has {end - start:,} bytes, its shape {shape} needs {needed // 8:,}"
+        else:
+            at = end
+            continue
+        raise ModelError(problem, f"the header is damaged; {RESTORE}")
 
 
 def fingerprint(texts: Mapping[str, Path], weights: Iterable[WeightFile]) -> str:
@@ -250,9 +352,20 @@ def _dtypes(tensors: Iterable[Tensor]) -> tuple[str, ...]:
     return tuple(DTYPES.get(dtype, dtype.lower()) for dtype, _ in num_elements.most_common())
 
 
+def _with_special_float(found: dict[str, Any]) -> Any:
+    """transformers writes an infinite number as an object, such as the time step's limit of Mamba 2."""
+    words = found.get("__float__")
+    return float(words) if isinstance(words, str) and len(found) == 1 else found
+
+
 def _read_json(file: Path) -> Any:
     try:
-        return json.loads(file.read_bytes())
+        _require_small(file)
+        return json.loads(file.read_bytes(), object_hook=_with_special_float)
+    except RecursionError:
+        raise ModelError(f"{file} is nested too deeply", RESTORE) from None
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}", "check that this user may read it") from None
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}", FETCH_AGAIN) from error
 

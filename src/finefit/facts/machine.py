@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,6 +121,14 @@ def read_free_memory_bytes(limits: tuple[Path, ...]) -> int:
             pages = (stat.get(f"total_{kind}", stat.get(kind, 0)) for kind in kinds)  # v1 has sums over inner groups
             free = min(free, max(0, int(limit) - used + sum(map(int, pages))))
     return free
+
+
+def read_peak_resident_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """The most memory that this process has held so far."""
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    # on Linux ru_maxrss starts at what the parent process held
+    return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
 
 
 def _read_text(path: Path) -> str:

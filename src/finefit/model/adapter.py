@@ -10,12 +10,12 @@ from pathlib import Path
 import peft
 import torch
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from finefit.errors import FinefitError, ModelError, SpecError
+from finefit.facts.files import first_words, read_weight_file, reading_model
 from finefit.model.family import family_of
 from finefit.model.resolve_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, require_matching_adapter
 from finefit.model.saved_weights import TRAINED, adapter_tensors
@@ -89,11 +89,14 @@ def _few(names: Iterable[str], *, most: int = 3) -> str:
 
 def _continue_from(adapted: peft.PeftModel, folder: Path, tuning: Lora, name: str) -> None:
     require_matching_adapter(folder, tuning, model=name)
-    try:
-        stored = load_file(folder / ADAPTER_WEIGHTS)
-    except (SafetensorError, OSError) as error:
-        problem = f"{folder / ADAPTER_WEIGHTS} cannot be read: {error}"
-        raise ModelError(problem, "name another adapter in tuning.adapter") from None
+    require_fitting_adapter(adapted, folder)
+    peft.set_peft_model_state_dict(adapted, load_file(folder / ADAPTER_WEIGHTS), adapter_name=TRAINED)
+
+
+def require_fitting_adapter(adapted: peft.PeftModel, folder: Path) -> None:
+    """By the header of its file: the model may be on the meta device."""
+    with reading_model(folder / ADAPTER_WEIGHTS, "name another adapter in tuning.adapter"):
+        stored = read_weight_file(folder / ADAPTER_WEIGHTS).tensors
     wanted = adapter_tensors(adapted)
     theirs, ours = ({_layer_of(key) for key in tensors} for tensors in (stored, wanted))
     for layers, what in (
@@ -103,10 +106,9 @@ def _continue_from(adapted: peft.PeftModel, folder: Path, tuning: Lora, name: st
         if layers:
             problem = f"the adapter in {folder.name} {what}: {_few(layers)}"
             raise ModelError(problem, "write its own layers into tuning.targets")
-    if odd := stored.keys() ^ wanted.keys() or {key for key in wanted if stored[key].shape != wanted[key].shape}:
+    if odd := stored.keys() ^ wanted.keys() or {key for key in wanted if stored[key].shape != tuple(wanted[key].shape)}:
         problem = f"the adapter in {folder.name} was made for another model: {_few(odd)} differ"
         raise ModelError(problem, "name another one in tuning.adapter")
-    peft.set_peft_model_state_dict(adapted, stored, adapter_name=TRAINED)
 
 
 def freeze_reference(model: peft.PeftModel) -> None:
@@ -153,11 +155,8 @@ def as_reference(model: nn.Module) -> Iterator[None]:
 def load_adapter(model: nn.Module, folder: Path) -> peft.PeftModel:
     """Any adapter that peft can read. A tensor without a place in the model, or a place without a tensor, is an error:
     peft would go on with the tensors that fit."""
-    try:
+    with reading_model(folder / ADAPTER_CONFIG):
         config: peft.PeftConfig = peft.PeftConfig.from_pretrained(folder)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        problem = f"{folder / ADAPTER_CONFIG} describes no adapter that peft can read: {first_words(error)}"
-        raise ModelError(problem, "`finefit doctor` shows the installed versions") from None
     if config.is_prompt_learning:
         what = f"{config.peft_type.value} prompts, which precede the model's input and are not part of its weights"
         raise ModelError(f"{folder.name} holds {what}", "finefit evaluates adapters of weights, such as LoRA and DoRA")
@@ -178,8 +177,3 @@ def load_adapter(model: nn.Module, folder: Path) -> peft.PeftModel:
             problem = f"the adapter in {folder.name} adapts layers that this model does not have: {', '.join(left[:3])}"
             raise ModelError(problem, _OTHER_BASE)
     return adapted
-
-
-def first_words(error: BaseException) -> str:
-    words = " ".join(str(error).split())
-    return words if len(words) <= 300 else words[:300] + " ..."

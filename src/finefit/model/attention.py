@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils import ModelOutput
 
 from finefit.errors import ModelError
+from finefit.facts.files import reading_model
 from finefit.objective.batch import Batch, Packed
 from finefit.vision import vision_forward_in
 from finefit.vision.attention import Attention, flash_varlen, has_varlen, widest_head
@@ -41,6 +42,8 @@ PACKABLE = frozenset(_PACKABLE_TYPES.split())
 """Model types whose packed rows were compared with the same rows alone; tests/step/test_packing.py does it again for
 each."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+RECURRENT = ("linear_attention", "hybrid", "recurrent")
+"""Kinds of layers that carry a state from token to token."""
 _WHOLE = nn.Module()
 """Stands for an attention module whose heads share nothing."""
 _UNUSUAL = ("position_bias", "s_aux", "softcap")
@@ -49,14 +52,16 @@ _UNUSUAL = ("position_bias", "s_aux", "softcap")
 
 def attention_here(device: str, precision: str, folder: Path, *, packing: bool = False) -> str:
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
-    return choose_attention(device, capability, precision, AutoConfig.from_pretrained(folder), packing=packing)
+    with reading_model(folder / "config.json"):
+        config = AutoConfig.from_pretrained(folder)
+    return choose_attention(device, capability, precision, config, packing=packing)
 
 
 def choose_attention(
     device: str, capability: tuple[int, int], precision: str, config: PretrainedConfig, *, packing: bool = False
 ) -> str:
     """Its name in transformers. One that packs equals one that does not where rows are not packed."""
-    if caps_scores(config):
+    if caps_scores(config) or not has_attention(config):
         return "eager"
     is_fast = device == "cpu" or (capability >= (8, 0) and precision in ("bf16", "fp16"))
     name, attend = ("sdpa", sdpa_attention_forward) if is_fast else (REPEATED, _repeated)
@@ -72,6 +77,17 @@ def choose_attention(
 def caps_scores(config: PretrainedConfig) -> bool:
     """Gemma 2 caps its attention scores, which SDPA silently omits: another model would be trained."""
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
+def has_attention(config: PretrainedConfig) -> bool:
+    """A model of recurrences alone has none to choose, and transformers refuses every choice."""
+    return getattr(config.get_text_config(), "num_attention_heads", None) is not None
+
+
+def layer_types_of(config: PretrainedConfig) -> list[str]:
+    """Empty where the config does not distinguish its layers."""
+    text = config.get_text_config()
+    return list(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
 
 
 def for_answers(name: str) -> str:
@@ -120,13 +136,13 @@ def can_pack(config: PretrainedConfig, longest: int) -> str | None:
     text = config.get_text_config()
     if hasattr(config, "vision_config"):
         return "rows of a vision-language model are not packed"
+    kinds = layer_types_of(config)
+    if odd := sorted(set(kinds) - {_FULL, _SLIDING}):
+        return f"the model has layers of kind {', '.join(odd)}, which would see the previous row"
     if config.model_type not in PACKABLE:
         return f"packed rows are not known to be exact in a model of type {config.model_type}"
     if caps_scores(config):
         return "the model caps its attention scores, which only its own attention does"
-    kinds = list(getattr(text, "layer_types", None) or ())
-    if odd := sorted(set(kinds) - {_FULL, _SLIDING}):
-        return f"the model has layers of kind {', '.join(odd)}, which would see the previous row"
     window = getattr(text, "sliding_window", None)
     is_sliding = _SLIDING in kinds if kinds else getattr(text, "use_sliding_window", True)
     if window and is_sliding and longest > window:

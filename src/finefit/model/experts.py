@@ -146,10 +146,10 @@ def _sum(rows_SH: Tensor, back_S: Tensor, num_chosen: int) -> Tensor:
 
 def routers_of(model: nn.Module) -> dict[str, nn.Module]:
     """By name, in the order of the layers. A router is recognised by a row of weights for each expert and `top_k`."""
-    return {name: module for name, module in model.named_modules() if _is_router(module)}
+    return {name: module for name, module in model.named_modules() if is_router(module)}
 
 
-def _is_router(module: nn.Module) -> bool:
+def is_router(module: nn.Module) -> bool:
     weight, num_experts = getattr(module, "weight", None), getattr(module, "num_experts", None)
     if not isinstance(weight, Tensor) or not isinstance(getattr(module, "top_k", None), int):
         return False

@@ -13,13 +13,13 @@ import peft
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.pytorch_utils import Conv1D
 
 from finefit.artifacts.records import Levers
 from finefit.errors import ModelError
-from finefit.model.experts import experts_of, placeholder_experts
+from finefit.model.experts import experts_of
 from finefit.model.resolve_model import ADAPTER_CONFIG
 from finefit.model.saved_weights import TRAINED, FrozenWeights, save_with_frozen, whole_weights
+from finefit.model.targets import linear_layers, refuse_unadaptable, unadaptable
 from finefit.objective.batch import Forward, Objective
 from finefit.spec.models import Layers, Lora, Tower
 from finefit.vision import is_inside, tower_of, unused_modules, vision_forward_in, without_adapter
@@ -96,12 +96,7 @@ class TransformersFamily:
 
     def adapter_layers(self, tuning: Lora) -> set[str]:
         model = self.module
-        head, excluded = model.get_output_embeddings(), placeholder_experts(model)
-        linear = {
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear | Conv1D) and module is not head and not is_inside(name, excluded)
-        }
+        linear = linear_layers(model) - unadaptable(model).keys()
         if not linear:
             problem = f"{self.name} has no linear layer that could carry an adapter"
             raise ModelError(problem, "train it in full: `tuning: {kind: full}`")
@@ -112,6 +107,7 @@ class TransformersFamily:
         for tower, targets in by_tower.items():
             place = "the model" if vision_forward_in(model) is None else f"the tower {tower}"
             nothing, known = f"no linear layer of {place}", "its linear layers are"
+            refuse_unadaptable(model, targets)
             chosen |= match_targets(self._of_tower(linear, tower), targets, "tuning.targets", nothing, known)
         return chosen
 
@@ -134,13 +130,13 @@ class TransformersFamily:
 
     def layers(self) -> list[nn.Module]:
         """Of a vision-language model those of its language tower."""
-        vision_forward = vision_forward_in(self.module)
-        return [
-            module
-            for name, module in self.module.named_modules()
-            if isinstance(module, GradientCheckpointingLayer)
-            and (vision_forward is None or tower_of(vision_forward, name) == "language")
-        ]
+        vision_forward, found = vision_forward_in(self.module), dict[str, nn.Module]()
+        for name, module in self.module.named_modules():
+            is_language = vision_forward is None or tower_of(vision_forward, name) == "language"
+            # Zamba 2 has layers inside of layers
+            if isinstance(module, GradientCheckpointingLayer) and is_language and not is_inside(name, tuple(found)):
+                found[name] = module
+        return list(found.values())
 
     def refused_levers(self, levers: Levers) -> list[str]:  # noqa: ARG002
         return []

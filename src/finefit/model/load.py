@@ -7,7 +7,6 @@ mixture that has none lies in every `mlp` and is never trained.
 """
 
 import importlib.util
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -23,8 +22,10 @@ from torch import nn
 from transformers import AutoConfig, BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from finefit.errors import ModelError, SpecError
+from finefit.facts.files import read_config, reading_model
 from finefit.model.adapter import REFERENCE, attach, load_adapter
 from finefit.model.experts import choose_experts, placeholder_experts
+from finefit.model.quantised import packed_weights, quantization_of
 from finefit.model.resolve_model import ADAPTER_CONFIG
 from finefit.model.saved_weights import whole_shape
 from finefit.spec.models import Full, Lora, Subset, Tower, Tuning
@@ -47,9 +48,13 @@ def load_base(
     num_cards: int = 1,
 ) -> PreTrainedModel:
     """Weights go to their device as they are read. `bits`: of the linear layers but the head, with products in `dtype`.
-    `num_cards`: that the layers are distributed over."""
+    `num_cards`: that the layers are distributed over. Weights that are stored packed are loaded as they are."""
+    values = read_config(folder)
+    if (packed := packed_weights(values)) is not None:
+        bits = packed.bits
     if bits is not None and importlib.util.find_spec("bitsandbytes") is None:
-        problem = f"tuning.base_bits {bits} needs bitsandbytes, which is not installed"
+        what = f"tuning.base_bits {bits}" if packed is None else f"{folder.name}, stored in {bits} bits,"
+        problem = f"{what} needs bitsandbytes, which is not installed"
         raise SpecError(problem, "pip install 'finefit[gpu]'")
     model: PreTrainedModel
     places: Mapping[str, torch.device | int] | None = None
@@ -58,20 +63,20 @@ def load_base(
         places = device_map(folder, dtype=dtype, bits=bits, free=free)
     elif device != "cpu" or bits:
         places = {"": device_here(device)}
-    try:
+    with reading_model(folder, "`finefit doctor` shows the installed versions"):
         config = AutoConfig.from_pretrained(folder)
+        if packed is not None:  # whose config.json says in which precision products were computed once
+            config.quantization_config = {**(quantization_of(values) or {}), "bnb_4bit_compute_dtype": dtype}
         model, report = auto_class(config).from_pretrained(
             folder,
+            config=config,
             dtype=dtype,
             device_map=places,
             output_loading_info=True,
             attn_implementation=attention,
             experts_implementation=choose_experts(),
-            quantization_config=_quantisation(bits, dtype, config),
+            quantization_config=None if packed is not None else _quantisation(bits, dtype, config),
         )
-    except (ValueError, OSError) as error:  # an architecture that transformers does not know, an unreadable file
-        problem = f"{folder.name} cannot be loaded: {error}"
-        raise ModelError(problem, "`finefit doctor` shows the installed versions") from error
     if missing := sorted(report["missing_keys"]):  # transformers would initialise them at random and go on
         problem = f"{folder.name} has no weights for {', '.join(missing[:5])}"
         raise ModelError(problem, "the model's files are incomplete; download it again")
@@ -80,6 +85,11 @@ def load_base(
     if left := sorted({key for key, tensor in tensors if tensor.is_meta}):
         problem = f"{folder.name} was loaded without values for {', '.join(left[:5])}"
         raise ModelError(problem, "the model's files are incomplete or of another version; download it again")
+    if device == "cpu" and bits:
+        # What is not packed lies in the mapped file and would keep all of it in memory.
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.clone()
     if device == "cpu" and bits == 4:
         # With bf16 on a CPU, bitsandbytes repacks weights in eval mode and rounds their scales: validation would
         # change them.
@@ -148,9 +158,9 @@ def starting_adapter(tuning: Tuning, base: Path) -> Path | None:
 
 
 def quiet() -> None:
-    """No progress bars of libraries between our own lines, nor a line for each product in 8 bits."""
+    """No progress bars of libraries between our own lines. What bitsandbytes logs is quieted in `finefit` itself,
+    because it comes with its import."""
     transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def _quantisation(bits: int | None, dtype: torch.dtype, config: PretrainedConfig) -> BitsAndBytesConfig | None:

@@ -196,11 +196,8 @@ def adapter_fingerprint(folder: Path) -> str:
 
 def require_matching_adapter(folder: Path, tuning: Lora, *, model: str) -> None:
     """`model`: the base model's name. Which layers it adapts is checked by its tensors, once the model is loaded."""
-    try:
+    with files.reading_model(folder / ADAPTER_CONFIG, "name another adapter in tuning.adapter"):
         config = json.loads(_read_adapter_file(folder, ADAPTER_CONFIG))
-    except ValueError as error:
-        problem = f"{folder / ADAPTER_CONFIG} is not JSON: {error}"
-        raise ModelError(problem, "name another adapter in tuning.adapter") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ModelError(f"{folder.name} holds no LoRA adapter", "name another one in tuning.adapter")
     if differing := list(_adapter_differences(config, tuning, model)):
@@ -221,7 +218,7 @@ def _adapter_differences(config: dict[str, Any], tuning: Lora, model: str) -> It
         if config.get(key, plain[0]) not in plain:
             yield f"the adapter has {key} {config[key]}, which finefit does not train"
     base = config.get("base_model_name_or_path")
-    if base and _last(base) and _last(model) and _last(base) != _last(model):
+    if isinstance(base, str) and _last(base) and _last(model) and _last(base) != _last(model):
         yield f"the model is {model}, the adapter was made for {base}"
 
 

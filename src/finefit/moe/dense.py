@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from finefit.errors import ModelError
-from finefit.facts.files import COMPUTED, TEMPLATES, find_texts, find_weight_files, read_config
+from finefit.facts.files import COMPUTED, TEMPLATES, find_texts, find_weight_files, read_config, reading_model
 
 _IRRELEVANT = frozenset(
     {
@@ -142,12 +142,8 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _opened(folder: Path) -> PreTrainedTokenizerBase:
-    try:
+    with reading_model(f"the tokenizer of {folder}", "put all of its files there, or none of them"):
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, LookupError, ImportError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        problem = f"the tokenizer of {folder} cannot be opened: {reason}"
-        raise ModelError(problem, "put all of its files there, or none of them") from None
     return found
 
 

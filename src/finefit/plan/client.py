@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finefit.artifacts.cache import cached_record, source_digest, uncertainty
-from finefit.artifacts.forecasts import EvalBatchLimit, Forecast, Lengths, RehearsalRequest, RehearsalResult
+from finefit.artifacts.forecasts import (
+    EvalBatchLimit,
+    Forecast,
+    Lengths,
+    PlanningProgress,
+    RehearsalRequest,
+    RehearsalResult,
+)
 from finefit.artifacts.processes import allocator_setting
 from finefit.artifacts.stage_records import Subject
 from finefit.errors import FinefitError, ModelError
@@ -30,7 +37,9 @@ from finefit.spec.load import spec_to_json
 from finefit.spec.models import Lora, ShapeModel, Tuning
 from finefit.spec.schema import AdamW, Dpo, Evaluation, LocalLauncher, NanStop, Save, SlurmLauncher, Spec, Validation
 
-Job = Literal["rehearse", "count_parameters", "fill_mixture_stub", "require_same_config", "assume_images"]
+Job = Literal[
+    "rehearse", "count_parameters", "fill_mixture_stub", "require_same_config", "assume_images", "prove_loadable"
+]
 """What the planning process can do: a function of plan/worker.py."""
 _TAIL_LINES = 12
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "liger-kernel")
@@ -70,7 +79,8 @@ class PlannerProcess:
             with suppress(BrokenPipeError):  # then there is no answer either
                 pickle.dump((job, arguments), process.stdin)
                 process.stdin.flush()
-            answer = pickle.load(process.stdout)
+            while isinstance(answer := pickle.load(process.stdout), PlanningProgress):
+                _observer.get()(answer)
         except (EOFError, pickle.UnpicklingError):  # the process has ended
             raise self._failed(self._end(process)) from None
         if isinstance(answer, FinefitError):
@@ -102,7 +112,19 @@ class PlannerProcess:
         self._folder.cleanup()
 
 
+Observer = Callable[[PlanningProgress], None]
 _shared: ContextVar[PlannerProcess | None] = ContextVar("shared planner", default=None)
+_observer: ContextVar[Observer] = ContextVar("observer of planning", default=lambda _: None)
+
+
+@contextmanager
+def observed_planning(observer: Observer) -> Iterator[None]:
+    """`observer` is called for every candidate that is rehearsed inside; a plan from the cache rehearses none."""
+    before = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(before)
 
 
 @contextmanager
@@ -167,7 +189,7 @@ def eval_limits_on(
         model=_UNNAMED,
         tuning=_without_adapter_path(tuning),
         data=Data(train=(Source(path=""),), test=Source(path="")),
-        optimizer=AdamW(lr=1.0),
+        optimizer=AdamW(lr=1e-5),
         evaluate=tuple(_relevant_evaluation(one.model_copy(update={"name": one.label})) for one in evaluations),
     )
     lengths = replace(_UNTRAINED, prompt=prompt_tokens, prompt_grids=grids)
@@ -208,7 +230,7 @@ def _relevant(spec: Spec, nodes: int | None) -> Spec:
             test=spec.data.test and Source(path=""),
             packing=spec.data.packing,
         ),
-        "optimizer": AdamW(lr=1.0, kind=spec.optimizer.kind, clip=None if spec.optimizer.clip is None else 1.0),
+        "optimizer": AdamW(lr=1e-5, kind=spec.optimizer.kind, clip=None if spec.optimizer.clip is None else 1.0),
         "evaluate": tuple(map(_relevant_evaluation, spec.evaluate)),
         "validation": Validation(),
         "save": Save(keep=spec.save.keep),

@@ -10,9 +10,12 @@ from typing import Any
 from finefit.artifacts.forecasts import EvalBatchLimit, Lengths
 from finefit.artifacts.records import Levers
 from finefit.model.resolve_model import custom_source_in
-from finefit.plan.target import Target
+from finefit.plan.target import CPU_EVAL_BYTES, Target
+from finefit.rehearse.fake_kernels import device_kernels
 from finefit.rehearse.fake_model import StepConfig, fitting, num_tokens, num_values
 from finefit.rehearse.generation import GenerationRehearsal, extrapolated_bytes, rehearse_answers, rehearse_likelihood
+from finefit.rehearse.layer_kinds import memo_key
+from finefit.rehearse.rehearsal import Rehearsal
 from finefit.spec.models import Tuning
 from finefit.spec.schema import AdamW, Evaluation
 from finefit.spec.tasks import Hallucination, LmEval, Perplexity, TruthfulQa
@@ -35,9 +38,23 @@ _SPREAD = 1.15
 """Of an even share of a model, what the fullest of several cards may get: layers are not divided."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedRehearsals:
+    """What several cards share: rehearsals of steps and of answers, each executed once for all cards whose kernels do
+    the same."""
+
+    steps: dict[str, Rehearsal] = field(default_factory=dict)
+    answers: dict[str, GenerationRehearsal] = field(default_factory=dict)
+    note: Callable[[str], None] = lambda _: None
+    """Told of what is rehearsed next, in a few words."""
+
+
 def held_bytes(target: Target, reserved: int) -> int:
     """What a card must hold for a process that reserves this much; 0 where no process starts."""
-    return reserved + int(reserved * target.margin) + target.margin_bytes + target.context_bytes if reserved else 0
+    if not reserved:
+        return 0
+    imported = CPU_EVAL_BYTES if target.device == "cpu" else 0
+    return reserved + target.margin_of(reserved) + target.context_bytes + imported
 
 
 def step_config(config: dict[str, Any], tuning: Tuning, target: Target) -> StepConfig:
@@ -45,7 +62,7 @@ def step_config(config: dict[str, Any], tuning: Tuning, target: Target) -> StepC
     return StepConfig(
         config=config,
         tuning=tuning,
-        optimizer=AdamW(lr=1.0),
+        optimizer=AdamW(lr=1e-5),
         device=target.device,
         capability=target.capability,
         precision=target.precision,
@@ -69,6 +86,7 @@ def make_eval_limits(
     prompt_tokens: int,
     devices: int,
     grids: tuple[tuple[int, ...], ...] = (),
+    shared: SharedRehearsals | None = None,
 ) -> dict[str, EvalBatchLimit]:
     """By label. `devices`: cards that the items may be shared over. `grids`: the images of the prompt with the most
     image tokens; every prompt is assumed to have as many of them as fit into it."""
@@ -81,11 +99,11 @@ def make_eval_limits(
     prompt_tokens = max(prompt_tokens, num_tokens(cfg.config, grids)) if grids else prompt_tokens
     cfg = replace(cfg, levers=Levers(micro_batch=1), grids=grids)
     known: dict[tuple[Any, ...], EvalBatchLimit] = {}
-    limits = {}
+    limits, shared = {}, shared or SharedRehearsals()
     for one in evaluations:
         key = (one.batch, one.max_new_tokens, _reads(one), _window(one), _generates(one), isinstance(one.task, LmEval))
         if key not in known:
-            limit = _limit_of(cfg, target, one, prompt_tokens, devices)
+            limit = _limit_of(cfg, target, one, prompt_tokens, devices, shared)
             if limit.reserved_bytes is not None:
                 held = held_bytes(target, limit.reserved_bytes)
                 limit = replace(limit, held_bytes=held, budget_bytes=target.budget_bytes)
@@ -116,6 +134,7 @@ class _EvalRehearsals:
     cfg: StepConfig
     target: Target
     evaluation: Evaluation
+    shared: SharedRehearsals
     known: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     def full(self, rows: int, prompt: int, tiles: int) -> tuple[int, float | None]:
@@ -136,7 +155,7 @@ class _EvalRehearsals:
 
         def generate(cfg: StepConfig) -> GenerationRehearsal:
             shape = {"rows": rows, "prompt_tokens": prompt, "new_tokens": new_tokens, "mlp_tiles": tiles}
-            return rehearse_answers(cfg, **shape, expandable=grow)
+            return self._shared(cfg, rehearse_answers, **shape, expandable=grow)
 
         def read(cfg: StepConfig) -> GenerationRehearsal:
             """A given answer may be as long as a generated one. Of longer windows of plain text, in which every token
@@ -146,12 +165,22 @@ class _EvalRehearsals:
             if window > tokens:
                 shapes.append((max(1, rows * tokens // window), window, window - 1))
             found = [
-                rehearse_likelihood(cfg, rows=r, tokens=t, counted=counted, mlp_tiles=tiles, expandable=grow)
-                for r, t, counted in shapes
+                self._shared(cfg, rehearse_likelihood, rows=r, tokens=t, counted=c, mlp_tiles=tiles, expandable=grow)
+                for r, t, c in shapes
             ]
             return max(found, key=lambda one: one.reserved_bytes)
 
         return [generate] * _generates(self.evaluation) + [read] * _reads(self.evaluation)
+
+    def _shared(
+        self, cfg: StepConfig, rehearse: Callable[..., GenerationRehearsal], **shape: int
+    ) -> GenerationRehearsal:
+        kernels = device_kernels(cfg.device, cfg.capability, cfg.precision)
+        key = repr((rehearse.__name__, kernels, memo_key(cfg), shape))
+        if key not in self.shared.answers:
+            self.shared.note(f"evaluation {self.evaluation.label}, {shape['rows']} rows at once")
+            self.shared.answers[key] = rehearse(cfg, **shape)
+        return self.shared.answers[key]
 
     def most_rows(self, prompt: int) -> int:
         """Whose images fit into host memory."""
@@ -163,12 +192,14 @@ class _EvalRehearsals:
         return held_bytes(self.target, reserved) <= self.target.budget_bytes * share
 
 
-def _limit_of(cfg: StepConfig, target: Target, evaluation: Evaluation, prompt: int, devices: int) -> EvalBatchLimit:
+def _limit_of(
+    cfg: StepConfig, target: Target, evaluation: Evaluation, prompt: int, devices: int, shared: SharedRehearsals
+) -> EvalBatchLimit:
     is_free, rows = evaluation.batch == "auto", 1 if evaluation.batch == "auto" else evaluation.batch
     if isinstance(evaluation.task, LmEval):  # its prompts are unknown before it runs
         rows = _HARNESS_ROWS if is_free else rows
         return EvalBatchLimit(rows=rows, tokens=rows * _HARNESS_TOKENS)
-    batches = _EvalRehearsals(cfg=cfg, target=target, evaluation=evaluation)
+    batches = _EvalRehearsals(cfg=cfg, target=target, evaluation=evaluation, shared=shared)
     tiles = 1
     if max(prompt, _window(evaluation)) > _LONG_PROMPT:  # no more tiles than it takes for one long prompt to fit
         tiles = next((tiles for tiles in _TILES if batches.fits(batches.quick(1, prompt, tiles))), _TILES[-1])

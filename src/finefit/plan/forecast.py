@@ -12,13 +12,18 @@ from finefit.errors import ModelError, SpecError
 from finefit.model.attention import can_pack
 from finefit.model.load import base_bits
 from finefit.model.resolve_model import CustomSource, custom_source_in
-from finefit.plan.eval_memory import held_bytes, largest_prompt_grids, make_eval_limits, step_config
+from finefit.plan.eval_memory import (
+    SharedRehearsals,
+    held_bytes,
+    largest_prompt_grids,
+    make_eval_limits,
+    step_config,
+)
 from finefit.plan.search import CandidateEvaluator, SearchResult, choose, decide_kernels, make_search_space
 from finefit.plan.suggest import image_towers, notes_of, peak_notes, suggest
 from finefit.plan.target import Target, decide_engine, nodes_of, require_several, shardings_of
 from finefit.rehearse.cost_model import phase_seconds, total_flops
 from finefit.rehearse.fake_model import ModelFootprint, StepConfig, measure_size, read_config
-from finefit.rehearse.rehearsal import Rehearsal
 from finefit.spec.models import Lora, Subset
 from finefit.spec.schema import DeepSpeed, Dpo, Evaluation, Fsdp2, LeverSettings, Router, Spec
 from finefit.spec.tasks import Hallucination, LmEval, Perplexity, TruthfulQa
@@ -35,9 +40,9 @@ _NOT_FOR_CUSTOM |= {"kernels": "torch", "compile": False, "update": "after"}
 
 
 def make_forecast(
-    spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target, memo: dict[str, Rehearsal] | None = None
+    spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target, shared: SharedRehearsals | None = None
 ) -> Forecast:
-    """`memo`: what was rehearsed for other targets."""
+    """`shared`: what was rehearsed for other targets."""
     require_custom(spec, config)
     require_several(spec.engine, target.count)
     rows = min(spec.global_batch, lengths.num_rows or spec.global_batch)  # no step has more than there are
@@ -62,8 +67,9 @@ def make_forecast(
     )
     size = measure_size(cfg)
     _require_divisible(spec, size, target)
-    choice = _searched(spec, asked, rows, cfg, target, packing, {} if memo is None else memo, size)
-    return _Verdict(spec, lengths, rows, choice, size).forecast()
+    shared = shared or SharedRehearsals()
+    choice = _searched(spec, asked, rows, cfg, target, packing, shared, size)
+    return _Verdict(spec, lengths, rows, choice, size, shared).forecast()
 
 
 def require_custom(spec: Spec, config: dict[str, Any]) -> None:
@@ -166,7 +172,7 @@ def _searched(
     cfg: StepConfig,
     target: Target,
     packing: tuple[bool, str],
-    memo: dict[str, Rehearsal],
+    shared: SharedRehearsals,
     size: ModelFootprint,
 ) -> SearchResult:
     """Where the engine is free to choose, with the mildest sharding that fits."""
@@ -175,7 +181,7 @@ def _searched(
     can_divide = is_plain and not image_towers(size) and custom is None
     for sharding in shardings_of(spec.engine, target.count, can_divide=can_divide):
         evaluator = CandidateEvaluator(
-            cfg=cfg, target=target, rows_per_step=rows, sharding=sharding, has_experts=has_experts, memo=memo
+            cfg=cfg, target=target, rows_per_step=rows, sharding=sharding, has_experts=has_experts, shared=shared
         )
         space = evaluator.space(asked)
         if sharding == "zero3":  # gathers weights again during recomputation
@@ -199,6 +205,7 @@ class _Verdict:
     """Of one step, on all devices."""
     choice: SearchResult
     size: ModelFootprint
+    shared: SharedRehearsals
 
     def forecast(self) -> Forecast:
         spec, lengths, choice, size = self.spec, self.lengths, self.choice, self.size
@@ -208,7 +215,7 @@ class _Verdict:
         block = trace.blocks[trace.events[answer.peak_at][0]]
         steps = schedule.steps
         if steps is None and lengths.num_rows is not None:
-            steps = (schedule.epochs or 1) * math.ceil(lengths.num_rows / spec.global_batch)
+            steps = schedule.num_steps(math.ceil(lengths.num_rows / spec.global_batch))
         seconds, total = self._seconds(steps)
         tokens, accumulation = lengths.mean * evaluator.cfg.sides * self.rows, candidate.accumulation
         if levers.packing:  # of a mean step, with packs as full as best fit makes them
@@ -243,6 +250,7 @@ class _Verdict:
             fits=choice.fits and peak <= target.budget_bytes,
             budget_bytes=target.budget_bytes,
             peak_bytes=peak,
+            training_bytes=candidate.peak_bytes,
             allocated_bytes=answer.allocated_bytes,
             reserved_bytes=reserved,
             context_bytes=target.context_bytes,
@@ -337,7 +345,15 @@ class _Verdict:
     def _eval_limits(self, evaluations: tuple[Evaluation, ...]) -> dict[str, EvalBatchLimit]:
         lengths, cfg, target = self.lengths, self.choice.evaluator.cfg, self.choice.evaluator.target
         prompts, most = lengths.prompt or lengths.longest, largest_prompt_grids(lengths)
-        return make_eval_limits(cfg, target, evaluations, prompt_tokens=prompts, devices=target.count, grids=most)
+        return make_eval_limits(
+            cfg,
+            target,
+            evaluations,
+            prompt_tokens=prompts,
+            devices=target.count,
+            grids=most,
+            shared=self.shared,
+        )
 
     def _smaller_answers(self, peak: int) -> tuple[Suggestion, ...]:
         """Where training fits and generation does not: as few answers at a time as fit, which changes none of them."""

@@ -16,7 +16,7 @@ from finefit.data.files import find_files
 from finefit.data.images import are_unchanged
 from finefit.data.order import efficiency
 from finefit.errors import DataError, RunError, SpecError
-from finefit.facts.files import TEMPLATES, FileFact, finefit_cache, read_file, sha256_of
+from finefit.facts.files import TEMPLATES, FileFact, finefit_cache, read_file, read_object, sha256_of
 from finefit.model.resolve_model import custom_source
 from finefit.spec.data import Data, Source
 from finefit.spec.models import CustomModel
@@ -163,7 +163,7 @@ def _key(spec: Spec, base: Path, sources: Files, tokenizer: Path) -> str:
     if isinstance(spec.model, CustomModel):  # its code decides what an image becomes in a prompt
         own = custom_source(spec.model, base)
         place = [str(base.resolve()), json.dumps([own.sha256, own.entry, dict(own.config)], sort_keys=True)]
-    elif config.is_file() and "vision_config" in json.loads(config.read_text(encoding="utf-8")):
+    elif config.is_file() and "vision_config" in read_object(config):
         place = [str(base.resolve())]
     return content_key([*asked, facts, files, *code, task, *place])
 

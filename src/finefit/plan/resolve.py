@@ -110,7 +110,7 @@ def make_stage(
         num_rows=num_rows,
         global_batch=spec.global_batch,
         levers=forecast.levers,
-        predicted_bytes=forecast.reserved_bytes,
+        predicted_bytes=forecast.predicted_bytes(of("device")),
         save=spec.save,
         validate_every=spec.validation.every,
         on_nan=spec.on_nan,
@@ -182,8 +182,8 @@ def _lengths(spec: Spec, num_rows: int) -> dict[str, Resolved]:
     total = Resolved(value=spec.schedule.steps, source="schedule.steps")
     if total.value is None:
         epochs = spec.schedule.epochs or 1
-        source = f"{epochs} {'epoch' if epochs == 1 else 'epochs'} x {per_epoch} steps"
-        total = Resolved(value=epochs * per_epoch, source=source)
+        source = f"{epochs:g} {'epoch' if epochs == 1 else 'epochs'} x {per_epoch} steps"
+        total = Resolved(value=spec.schedule.num_steps(per_epoch), source=source)
     warmup = Resolved(value=asked, source="schedule.warmup")
     if not isinstance(asked, int):
         share = f"{asked:g} of {total.value} steps, rounded up"
@@ -206,7 +206,9 @@ def _levers(spec: Spec, values: dict[str, Resolved], forecast: Forecast, num_row
         source = f"{asked.source} asks for {asked.value}, a step has only {whole} rows"
         found["levers.micro_batch"] = Resolved(value=micro, source=source)
     if levers.packing:
-        found["accumulation"] = Resolved(value=forecast.accumulation, source="packs of a mean step")
+        pack = f"{micro} x {forecast.lengths.longest:,} tokens"
+        source = f"packs of up to {pack} (micro_batch x the longest row) that a mean step fills"
+        found["accumulation"] = Resolved(value=forecast.accumulation, source=source)
     else:
         source = f"{whole} rows / {micro} micro x {devices} {'device' if devices == 1 else 'devices'}"
         found["accumulation"] = Resolved(value=math.ceil(math.ceil(whole / devices) / micro), source=source)

@@ -4,16 +4,20 @@ frugal one where nothing fits.
 Candidates are compared by quick rehearsals of a few layers. The winner is rehearsed in full and gives way to the next
 one if it then needs more than the card has."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter
 from typing import Literal
 
+from finefit.artifacts.processes import MMAP_BYTES
 from finefit.artifacts.records import Levers
 from finefit.custom.inputs import meta_twin
 from finefit.errors import SpecError
+from finefit.model.load import base_bits
 from finefit.model.resolve_model import custom_source_in
+from finefit.plan.eval_memory import SharedRehearsals
 from finefit.plan.target import Target
 from finefit.rehearse.allocator import Replay, replay
 from finefit.rehearse.cost_model import Rates, phase_seconds
@@ -32,6 +36,8 @@ ASKED = "asked for"
 _FUSED_REASON = "the same numbers with fewer and larger operations"
 _CHUNK, _SMALL_CHUNK, _MOST_CHUNKS = 1024, 256, 256
 _TILES = 8
+_GUESSES = 3
+"""Of the border between depths that fit and those that do not, before it is found by bisection."""
 _WORTH = 0.995
 """A candidate replaces a simpler one when it takes at most this share of its time."""
 
@@ -62,7 +68,7 @@ class CandidateEvaluator:
     """Of one card."""
     sharding: Sharding = "none"
     has_experts: bool = False
-    memo: dict[str, Rehearsal] = field(default_factory=dict)
+    shared: SharedRehearsals = field(default_factory=SharedRehearsals)
     known: dict[str, Candidate] = field(default_factory=dict)
 
     @property
@@ -99,11 +105,12 @@ class CandidateEvaluator:
         asked = replace(cfg or self.cfg, levers=levers, is_quick=is_quick, accumulates=accumulation > 1)
         key = repr(asked)
         if key not in self.known:
+            self.shared.note(_named(asked))
             self.known[key] = self._rehearsed(asked, accumulation)
         return self.known[key]
 
     def _rehearsed(self, cfg: StepConfig, accumulation: int) -> Candidate:
-        rehearsed, target = rehearse_extrapolated(cfg, self.memo), self.target
+        rehearsed, target = rehearse_extrapolated(cfg, self.shared.steps), self.target
         if self.sharding != "none":
             # adapters and a trained subset lie beside frozen 16-bit weights already
             halves = cfg.precision != "fp32" and isinstance(cfg.tuning, Full)
@@ -111,7 +118,8 @@ class CandidateEvaluator:
             rehearsed = replace(rehearsed, trace=trace)
         answer = replay(rehearsed.trace.stream(), expandable=target.expandable)
         reserved = answer.reserved_bytes if target.device == "cuda" else answer.allocated_bytes
-        margin = int(reserved * target.margin) + target.margin_bytes + fragmentation_bytes(reserved, rehearsed, cfg)
+        small = rehearsed.trace.peak_below(MMAP_BYTES) if target.device == "cpu" else 0
+        margin = target.margin_of(reserved, small) + fragmentation_bytes(reserved, rehearsed, cfg)
         phases = phase_seconds(rehearsed.trace, target.rates or TYPICAL_RATES)
         update, batches = phases.pop("update", 0.0), 2 if cfg.accumulates and not cfg.is_quick else 1
         copies = 2 * rehearsed.trace.host_bytes / target.host_bytes_per_second
@@ -124,6 +132,20 @@ class CandidateEvaluator:
             accumulation=accumulation,
             step_seconds=beside * self.rows_per_step / cfg.levers.micro_batch + update,
         )
+
+
+def _named(cfg: StepConfig) -> str:
+    """A candidate, in a few words."""
+    levers = cfg.levers
+    parts = {
+        f"micro_batch {levers.micro_batch}": True,
+        f"recompute {levers.recompute}": levers.recompute,
+        f"{cfg.tokens:,} tokens": True,
+        f"in {base_bits(cfg.tuning)} bits": base_bits(cfg.tuning) is not None,
+        cfg.optimizer.kind: cfg.optimizer.kind != "adamw",
+        "in full": not cfg.is_quick,
+    }
+    return ", ".join(words for words, is_said in parts.items() if is_said)
 
 
 def fragmentation_bytes(reserved: int, rehearsed: Rehearsal, cfg: StepConfig) -> int:
@@ -289,21 +311,25 @@ class _LeverSearch:
         for chunk in dict.fromkeys((space.levers(1, 0).loss_chunk, space.loss_chunk[-1])):
             plain = replace(space.levers(micro_batch, depths[-1]), loss_chunk=chunk)
             if self.evaluator.fits(self.evaluator.evaluate(plain)):
-                return self._border(plain)
+                return self._border(plain, all_kept)
         return None
 
-    def _border(self, levers: Levers) -> Candidate:
-        """Memory falls with every recomputed layer, so the fewest that fit are found by bisection: with the last depth
-        it fits, with the first it does not."""
-        depths = self.space.recompute
-        low, high = 0, len(depths) - 1
+    def _border(self, levers: Levers, near: Candidate) -> Candidate:
+        """Memory falls with every recomputed layer, so the fewest that fit lie between the first depth, with which it
+        does not fit, and the last, with which it does. It falls nearly evenly, so the first tries are where the memory
+        of `near` and the slope at its other levers point to; two are usually enough. The rest is bisection."""
+        evaluator, depths = self.evaluator, self.space.recompute
+        most, least = (evaluator.evaluate(replace(near.levers, recompute=depths[at])).peak_bytes for at in (0, -1))
+        found, low, high, num_tries = near, 0, len(depths) - 1, 0
         while high - low > 1:
-            middle = (low + high) // 2
-            if self.evaluator.fits(self.evaluator.evaluate(replace(levers, recompute=depths[middle]))):
-                high = middle
-            else:
-                low = middle
-        return self.evaluator.evaluate(replace(levers, recompute=depths[high]))
+            middle, num_tries = (low + high) // 2, num_tries + 1
+            if num_tries <= _GUESSES and most > least:
+                over = (found.peak_bytes - evaluator.target.budget_bytes) / (most - least)
+                depth = found.levers.recompute + over * (depths[-1] - depths[0])
+                middle = min(max(bisect_left(depths, depth), low + 1), high - 1)
+            found = evaluator.evaluate(replace(levers, recompute=depths[middle]))
+            low, high = (low, middle) if evaluator.fits(found) else (middle, high)
+        return evaluator.evaluate(replace(levers, recompute=depths[high]))
 
     def _refined(self, found: Candidate) -> Candidate:
         """Whole logits where they fit, or smaller chunks where that spares a layer; attention kept where that is
@@ -311,7 +337,7 @@ class _LeverSearch:
         evaluator, space, levers = self.evaluator, self.space, found.levers
         others = [replace(levers, loss_chunk=space.loss_chunk[0])]
         if levers.recompute:
-            others.append(self._border(replace(levers, loss_chunk=space.loss_chunk[-1])).levers)
+            others.append(self._border(replace(levers, loss_chunk=space.loss_chunk[-1]), found).levers)
         for other in map(evaluator.evaluate, others):
             if evaluator.fits(other) and other.step_seconds < _WORTH * found.step_seconds:
                 found = other

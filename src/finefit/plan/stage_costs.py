@@ -353,7 +353,7 @@ def _rows_spec(
         model=wired_model(stubs.pipeline, asked, stubs.at).model,
         tuning=Full(kind="full"),
         data=data,
-        optimizer=AdamW(lr=1.0),
+        optimizer=AdamW(lr=1e-5),
         evaluate=evaluations,
     )
     return spec.model_copy(update={"data": data.model_copy(update={"train": ()})})

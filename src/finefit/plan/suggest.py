@@ -5,15 +5,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from finefit.artifacts.forecasts import Lengths, Suggestion
+from finefit.artifacts.forecasts import Lengths, Suggestion, grouped_names
 from finefit.artifacts.records import Levers
 from finefit.facts.cards import CARD_KINDS
+from finefit.model.attention import RECURRENT, layer_types_of
 from finefit.model.load import base_bits
 from finefit.model.resolve_model import custom_source_in
 from finefit.plan.search import ASKED, Candidate, CandidateEvaluator, SearchResult, decide_kernels
 from finefit.plan.target import NCCL_BYTES, USABLE, engine_of
 from finefit.rehearse.cost_model import phase_seconds
-from finefit.rehearse.fake_model import ModelFootprint, StepConfig, fitting, image_tokens
+from finefit.rehearse.fake_model import ModelFootprint, StepConfig, fitting, image_tokens, read_config
 from finefit.spec.models import Full, Lora
 from finefit.spec.schema import DeepSpeed, Dpo, Engine, Fsdp2, LeverSettings, Spec
 from finefit.step.engine_choice import engine_problems
@@ -245,6 +246,13 @@ def _model_notes(spec: Spec, lengths: Lengths, choice: SearchResult, size: Model
     if isinstance(spec.tuning, Lora) and size.expert_bytes:
         why = "several share one tensor, and adapters are for linear layers only"
         yield f"the experts carry no adapter and are not trained: {why}"
+    for reason, names in size.left_out.items():
+        yield f"{', '.join(grouped_names(names))} carry no adapter and are not trained: {reason}"
+    custom = custom_source_in(candidate.cfg.config)
+    kinds = layer_types_of(read_config(candidate.cfg.config)) if custom is None else ()
+    if recurrent := sorted(set(kinds).intersection(RECURRENT)):
+        less = "kernels of other packages that transformers finds installed take less memory and time"
+        yield f"layers of kind {', '.join(recurrent)} are planned as torch computes them; {less}"
     if size.towers:
         if isinstance(spec.tuning, Lora) and not isinstance(spec.tuning.targets, dict):
             yield "tuning.targets without towers mean the language tower: vision and projector are not trained"

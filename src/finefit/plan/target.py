@@ -27,6 +27,11 @@ MARGIN = 0.0125
 MARGIN_BYTES = 80 << 20
 """Four pages of the allocator, which are more than a per cent of a small model."""
 CPU_MARGIN = 0.03
+CPU_LEAST_BYTES, CPU_SHARE = 27 << 20, 0.5
+"""Of threads and the scratch memory of kernels; and a share of small blocks, of holes that the C library leaves between
+them. Larger blocks go back to the system when they are freed (bench/cpu_memory.py)."""
+CPU_EVAL_BYTES = 72 << 20
+"""Of the packages that an evaluation imports beside those of training."""
 USABLE = 0.98
 """Of the memory that a driver reports, what CUDA programs can use: 98 to 99.5 % on the cards that publish both."""
 LAUNCH_SECONDS = 12.5e-6
@@ -58,6 +63,14 @@ class Target:
     """Whether the allocator's segments grow, as a worker sets it unless the user's own setting differs."""
     has_liger: bool = True
     """Assumed for a card in another machine."""
+
+    def margin_of(self, reserved: int, small: int = 0) -> int:
+        """Beside what tensors take: on a CPU as measured for small models, and a share of large ones. `small`: the most
+        that small blocks take at once."""
+        share = int(reserved * self.margin) + self.margin_bytes
+        if self.device == "cuda":
+            return share
+        return max(share, CPU_LEAST_BYTES + int(small * CPU_SHARE))
 
 
 def find_target(
@@ -154,6 +167,7 @@ def _here(card: Card, request: CardRequest, allocator: str | None) -> Target:
 
 def _processor(request: CardRequest, machine: Machine) -> Target:
     """Rates by a product and a copy, each too large for the caches."""
+    resident = psutil.Process().memory_info().rss  # torch and transformers, as in a worker; before the probes
     a, b = torch.randn(_PROBE, _PROBE), torch.randn(16 << 20)
     flops = 2 * _PROBE**3 / min(timeit.repeat(lambda: a @ a, number=1))
     copied = 2 * b.numel() * 4 / min(timeit.repeat(b.clone, number=1)) / 0.8
@@ -166,7 +180,7 @@ def _processor(request: CardRequest, machine: Machine) -> Target:
         rates=Rates(half_flops=flops, full_flops=flops, bytes_per_second=copied, launch_seconds=0.0),
         host_bytes_per_second=1e12,
         price_per_hour=request.price_per_hour,
-        context_bytes=psutil.Process().memory_info().rss,  # torch and transformers, as in a worker
+        context_bytes=resident,
         margin=CPU_MARGIN,
         margin_bytes=0,
         notes=(f"{machine.cpu_model}, {machine.num_cores} cores; rates measured on it",),

@@ -12,32 +12,41 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from finefit.artifacts.forecasts import EvalBatchLimit, Forecast, ModelSize, RehearsalRequest, RehearsalResult
+from finefit.artifacts.forecasts import (
+    EvalBatchLimit,
+    Forecast,
+    ModelSize,
+    PlanningProgress,
+    RehearsalRequest,
+    RehearsalResult,
+)
 from finefit.custom.inputs import UNKNOWN_SIZE, meta_twin
 from finefit.errors import FinefitError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import Machine, read_machine
+from finefit.model.load import quiet
+from finefit.model.loadable import prove_loadable
 from finefit.model.resolve_model import custom_source_in
 from finefit.moe.build import moe_config, unknown_mlp_tensor
 from finefit.moe.dense import keep_tokenizer, require_same_config
 from finefit.plan.client import Job
-from finefit.plan.eval_memory import largest_prompt_grids, make_eval_limits, step_config
+from finefit.plan.eval_memory import SharedRehearsals, largest_prompt_grids, make_eval_limits, step_config
 from finefit.plan.forecast import make_forecast
 from finefit.plan.stage_forecasts import AssumedImages, MixtureShape
 from finefit.plan.target import devices_of, find_target, nodes_of, require_same_count
 from finefit.rehearse.fake_model import read_config
-from finefit.rehearse.rehearsal import Rehearsal
 from finefit.spec.data import ImageLimits
 from finefit.spec.load import spec_from_json
 from finefit.vision import auto_class, geometry_of, open_image_processor
 
+Report = Callable[[PlanningProgress], None]
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SIDE_STEP, _LARGEST_SIDE = 28, 4480
 """Pixels of the square images that are tried."""
@@ -45,17 +54,28 @@ _TOKENS_BESIDE_IMAGE = 2
 """One before the image, and one to be answered."""
 
 
-def rehearse(request: RehearsalRequest) -> RehearsalResult:
+def rehearse(request: RehearsalRequest, report: Report = lambda _: None) -> RehearsalResult:
+    """`report` is told of every candidate before it is rehearsed."""
     machine = read_machine()
     if request.visible is not None:
         cards = tuple(card for at, card in enumerate(machine.cards) if at in request.visible)
         machine = replace(machine, cards=cards)
     if request.only_eval_limits:
-        return RehearsalResult(eval_limits=tuple(_eval_limits(request, machine)))
-    return RehearsalResult(forecasts=tuple(_forecasts(request, machine)))
+        return RehearsalResult(eval_limits=tuple(_eval_limits(request, machine, report)))
+    return RehearsalResult(forecasts=tuple(_forecasts(request, machine, report)))
 
 
-def _forecasts(request: RehearsalRequest, machine: Machine) -> list[Forecast]:
+def _notes_of(request: RehearsalRequest, report: Report) -> Iterator[Callable[[str], None]]:
+    """For each card: what tells the caller that one of its candidates is being rehearsed."""
+    for number, card in enumerate(request.cards, 1):
+
+        def note(doing: str, card: str = card, number: int = number) -> None:
+            report(PlanningProgress(card=card, number=number, num_cards=len(request.cards), doing=doing))
+
+        yield note
+
+
+def _forecasts(request: RehearsalRequest, machine: Machine, report: Report) -> list[Forecast]:
     spec, cards = spec_from_json(request.spec), [parse_card(card) for card in request.cards]
     for card in cards:
         require_same_count(card, spec.engine)
@@ -65,20 +85,28 @@ def _forecasts(request: RehearsalRequest, machine: Machine) -> list[Forecast]:
     ]
     if request.budget_bytes is not None:
         targets = [replace(target, budget_bytes=min(target.budget_bytes, request.budget_bytes)) for target in targets]
-    memo: dict[str, Rehearsal] = {}
-    return [make_forecast(spec, request.config, request.lengths, target, memo) for target in targets]
+    shared = SharedRehearsals()
+    return [
+        make_forecast(spec, request.config, request.lengths, target, replace(shared, note=note))
+        for target, note in zip(targets, _notes_of(request, report), strict=True)
+    ]
 
 
-def _eval_limits(request: RehearsalRequest, machine: Machine) -> list[dict[str, EvalBatchLimit]]:
+def _eval_limits(request: RehearsalRequest, machine: Machine, report: Report) -> list[dict[str, EvalBatchLimit]]:
     """Of evaluations alone, on one card at a time; their items are shared over all cards."""
     spec, lengths = spec_from_json(request.spec), request.lengths
     prompt, grids = lengths.prompt or lengths.longest, largest_prompt_grids(lengths)
-    found = []
-    for card in map(parse_card, request.cards):
+    found, shared = [], SharedRehearsals()
+    for card, note in zip(map(parse_card, request.cards), _notes_of(request, report), strict=True):
         target = find_target(card, machine, spec.precision, allocator=request.allocator)
         cfg = step_config(request.config, spec.tuning, target)
         devices = max(1, len(machine.cards)) if card.is_auto else card.count
-        found.append(make_eval_limits(cfg, target, spec.evaluate, prompt_tokens=prompt, devices=devices, grids=grids))
+        shared = replace(shared, note=note)
+        found.append(
+            make_eval_limits(
+                cfg, target, spec.evaluate, prompt_tokens=prompt, devices=devices, grids=grids, shared=shared
+            )
+        )
     return found
 
 
@@ -140,25 +168,31 @@ JOBS: dict[Job, Callable[..., object]] = {
     "fill_mixture_stub": fill_mixture_stub,
     "require_same_config": require_same_config,
     "assume_images": assume_images,
+    "prove_loadable": prove_loadable,
 }
 
 
 def main() -> None:
     faulthandler.enable()
+    quiet()
     warnings.simplefilter("ignore")  # of transformers, about a config that nobody loads
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is not an answer
+
+    def say(answer: object) -> None:
+        pickle.dump(answer, answers)
+        answers.flush()
+
     while True:
         try:
             job, arguments = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
-            answer = JOBS[job](*arguments)
+            answer = JOBS[job](*arguments, *((say,) if job == "rehearse" else ()))
         except FinefitError as error:
             answer = error
-        pickle.dump(answer, answers)
-        answers.flush()
+        say(answer)
 
 
 if __name__ == "__main__":

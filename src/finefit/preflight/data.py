@@ -1,5 +1,6 @@
 """Checks of the prepared data: one function per check, yielding findings."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -18,7 +19,7 @@ from finefit.plan.prepared_data import PreparedData
 from finefit.preflight import error, in_order, note, require_no_errors, warning
 from finefit.spec.data import Source
 from finefit.spec.schema import Evaluation, Spec
-from finefit.spec.tasks import Form, LmEval
+from finefit.spec.tasks import Anls, ExactMatch, Form, LmEval, RelaxedAccuracy, VqaAccuracy
 from finefit.tasks import NoResult
 from finefit.tasks.custom import row_builder
 from finefit.tasks.make import make_task
@@ -26,6 +27,9 @@ from finefit.tasks.make import make_task
 _CUT_SHARE = 0.25
 """Share of cut tokens above which a warning is given."""
 _MAX_SHOWN = 10
+_OF_SHORT_ANSWERS = ExactMatch | RelaxedAccuracy | Anls | VqaAccuracy
+_LONG_REFERENCE = 120
+"""Characters above which an answer is hardly ever repeated word for word."""
 Check = Callable[[Preparation, Spec], Iterator[Finding]]
 
 
@@ -80,8 +84,14 @@ def prompts_keep_most_of_their_text(found: Preparation, _: Spec) -> Iterator[Fin
 
 def something_is_learnt(found: Preparation, spec: Spec) -> Iterator[Finding]:
     for split in dict.fromkeys(source.split for source in found.sources):
-        if not any(source.used for source in found.sources if source.split == split):
-            yield error(f"no {split} row is left", "`finefit check` shows why each row was left out")
+        sources = [source for source in found.sources if source.split == split]
+        if not any(source.used for source in sources):
+            read, reasons = sum(source.read for source in sources), Counter[str]()
+            for source in sources:
+                reasons.update(source.dropped)
+            counts = ", ".join(f"{count:,} {why}" for why, count in reasons.most_common()) or "nothing was read"
+            problem = f"none of the {read:,} {split} rows is left: {counts}"
+            yield error(problem, f"fix these rows, or name other files in data.{split}")
     if found.lengths is None:
         return
     for source in found.sources:
@@ -121,6 +131,15 @@ def texts_hold_no_control_tokens(found: Preparation, _: Spec) -> Iterator[Findin
         yield warning(problem, "write these tokens differently, unless they are meant as such")
 
 
+def placeholders_are_filled_in(found: Preparation, _: Spec) -> Iterator[Finding]:
+    """A model that is trained on `I am {{name}}` says just that."""
+    for fault in _faults(found, "placeholder"):
+        verb = "contains" if fault.count == 1 else "contain"
+        problem = f"{_rows(fault)} {verb} literal placeholders, which are trained and scored as they stand:"
+        remedy = "replace them with what they stand for, for instance with sed, unless the rows are about templates"
+        yield warning(f"{problem}\n{_lines(fault)}", remedy)
+
+
 def preparation_is_reported(found: Preparation, _: Spec) -> Iterator[Finding]:
     """What was repaired or chosen, and padding with the token that ends an answer: finefit supervises by position, so
     the end is learnt anyway, but other programs mask by token."""
@@ -145,6 +164,7 @@ CHECKS: tuple[Check, ...] = (
     splits_are_disjoint,
     train_has_no_duplicates,
     texts_hold_no_control_tokens,
+    placeholders_are_filled_in,
     preparation_is_reported,
 )
 
@@ -175,8 +195,9 @@ def _lines(fault: RowProblem) -> str:
 
 def data_findings(spec: Spec, base: Path, prepared: PreparedData) -> tuple[Finding, ...]:
     config = model_outline(spec.model, base).config
-    embeddings = config.get("text_config", config).get("vocab_size")
-    found = check_data(prepared.record, spec, embeddings=embeddings)
+    inner = config.get("text_config")
+    embeddings = (inner if isinstance(inner, dict) else config).get("vocab_size")
+    found = check_data(prepared.record, spec, embeddings=embeddings if isinstance(embeddings, int) else None)
     asked = [one for one in spec.evaluate if not isinstance(one.task, LmEval)]  # lm-eval brings its own rows
     if not asked:
         return found
@@ -184,7 +205,8 @@ def data_findings(spec: Spec, base: Path, prepared: PreparedData) -> tuple[Findi
         problem = "evaluate names a task, but data.test names no rows to answer"
         return (*found, error(problem, "add data.test: {path: ...}, or drop evaluate"))
     rows = read_items(prepared.path("test.jsonl"))
-    return (*found, *unreadable_references(asked, rows, form=spec.data.task, base=base))
+    unreadable = unreadable_references(asked, rows, form=spec.data.task, base=base)
+    return (*found, *unreadable, *long_references(asked, rows))
 
 
 def unreadable_references(
@@ -205,6 +227,20 @@ def unreadable_references(
     more = f"\nand {len(faults) - _MAX_SHOWN} more" if len(faults) > _MAX_SHOWN else ""
     problem = "\n".join(faults[:_MAX_SHOWN]) + more
     return (error(problem, "fix these rows, or evaluate another task"),) if faults else ()
+
+
+def long_references(evaluations: Iterable[Evaluation], rows: Sequence[Row]) -> Iterator[Finding]:
+    """A metric of short answers gives 0 to every answer that words a long reference differently."""
+    for one in evaluations:
+        if not isinstance(one.task, _OF_SHORT_ANSWERS):
+            continue
+        asked = [row for row in rows if is_asked(row, one.sources)]
+        num_long = sum(min(map(len, (row.answer, *row.references))) > _LONG_REFERENCE for row in asked)
+        if 2 * num_long > len(asked):
+            long = f"{num_long:,} of {len(asked):,} references have more than {_LONG_REFERENCE} characters"
+            problem = f"{one.label} compares whole answers, and {long}: an answer in other words scores 0"
+            other = "where only the end of an answer counts, such as its last number, use a task file of your own"
+            yield warning(problem, f"use rouge or chrf for long texts; {other} (docs/evaluation.md has one)")
 
 
 def require_data(findings: tuple[Finding, ...]) -> None:

@@ -6,7 +6,7 @@ bench/memory.py the layer norms of vision-language models under autocast (`widen
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import layer_norm, linear
-from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
 from finefit.model.attention import flash_packed, row_by_row
@@ -28,8 +28,7 @@ _BLOCK = 64  # weights that share a scale in NF4
 _NESTED_BLOCK = 256  # scales that share a scale of their own
 _OUTLIER = 6.0  # activations as large as this are not quantised to 8 bits
 _STATE_BLOCK = 256  # moments that share a scale in 8-bit AdamW
-_SMALLEST_8BIT = 4096  # smaller tensors keep their moments in fp32
-_SMALLEST_PAGED = 100_000  # smaller tensors keep their moments on the card
+_SMALLEST_8BIT, _SMALLEST_PAGED = 4096, 100_000  # smaller tensors keep their moments in fp32, or on the card
 
 
 class FusedDropout(nn.Module):
@@ -45,17 +44,21 @@ class Nf4Linear(nn.Linear):
     """bitsandbytes' Linear4bit, with scales; the dense weight exists during a product and again during its backward."""
 
     absmax: Tensor
+    made_from: tuple[torch.dtype, ...]
+    """Of the dense copies while it is loaded; none where its weights are stored packed."""
 
-    def __init__(self, dense: nn.Linear) -> None:
+    def __init__(self, dense: nn.Linear, *, is_nested: bool = True) -> None:
         super().__init__(1, 1, bias=False, device="meta")
         self.in_features, self.out_features, self.bias = dense.in_features, dense.out_features, dense.bias
-        self.product_dtype = dense.weight.dtype
+        self.product_dtype, self.made_from = dense.weight.dtype, (torch.bfloat16,)
         num_scales = -(-dense.weight.numel() // _BLOCK)
+        self.num_unpacked = num_scales if is_nested else 0  # scales that are unpacked before each product
         packed = torch.empty(dense.weight.numel() // 2, 1, dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(packed, requires_grad=False)
-        self.register_buffer("absmax", torch.empty(num_scales, dtype=torch.uint8, device="meta"), persistent=False)
-        num_nested = -(-num_scales // _NESTED_BLOCK)
-        for name, count in (("nested_absmax", num_nested), ("code", 16), ("nested_code", 256), ("offset", 1)):
+        dtype = torch.uint8 if is_nested else torch.float32
+        self.register_buffer("absmax", torch.empty(num_scales, dtype=dtype, device="meta"), persistent=False)
+        nested = {"nested_absmax": -(-num_scales // _NESTED_BLOCK), "nested_code": 256, "offset": 1}
+        for name, count in {"code": 16, **(nested if is_nested else {})}.items():
             self.register_buffer(name, torch.empty(count, device="meta"), persistent=False)
 
     @property
@@ -69,12 +72,12 @@ class Nf4Linear(nn.Linear):
     def _product(self, x: Tensor) -> Tensor:
         """In the weights' precision; a function of its own, so that its tensors are freed before the copy is made."""
         narrow, shape = x.to(self.product_dtype), (self.out_features, self.in_features)
-        out: Tensor = _Nf4Product.apply(narrow, self.weight, self.absmax, self.bias, shape)  # type: ignore[no-untyped-call]
+        out: Tensor = _Nf4Product.apply(narrow, self.weight, self.num_unpacked, self.bias, shape)  # type: ignore[no-untyped-call]
         return out.to(x.dtype)
 
     def dequantize(self) -> Tensor:
         shape, device = (self.out_features, self.in_features), self.weight.device
-        return _dequantised(self.absmax.numel(), shape, self.product_dtype, device)
+        return _dequantised(self.num_unpacked, shape, self.product_dtype, device)
 
 
 def _dequantised(num_scales: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor:
@@ -87,10 +90,10 @@ def _dequantised(num_scales: int, shape: tuple[int, ...], dtype: torch.dtype, de
 class _Nf4Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, _packed: Tensor, absmax: Tensor, bias: Tensor | None, shape: tuple[int, int]
+        ctx: Any, x: Tensor, _packed: Tensor, num_unpacked: int, bias: Tensor | None, shape: tuple[int, int]
     ) -> Tensor:
-        ctx.shape, ctx.num_scales = shape, absmax.numel()
-        scales = [torch.zeros(absmax.numel(), dtype=torch.float32) for _ in range(2)]
+        ctx.shape, ctx.num_scales = shape, num_unpacked
+        scales = [torch.zeros(num_unpacked, dtype=torch.float32) for _ in range(2)]
         dense = torch.zeros(shape, dtype=x.dtype)
         out = linear(x, dense, None if bias is None else bias.to(x.dtype))
         del scales
@@ -105,10 +108,12 @@ class Int8Linear(nn.Linear):
     """bitsandbytes' Linear8bitLt: a scale for each row. Activations are quantised; the product has 32 bits."""
 
     scales: Tensor
+    made_from: tuple[torch.dtype, ...]
 
     def __init__(self, dense: nn.Linear) -> None:
         super().__init__(1, 1, bias=False, device="meta")
         self.in_features, self.out_features, self.bias = dense.in_features, dense.out_features, dense.bias
+        self.made_from = (torch.bfloat16, torch.float16)
         packed = torch.empty(dense.weight.shape, dtype=torch.int8, device="meta")
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.register_buffer("scales", torch.empty(dense.out_features, device="meta"), persistent=False)
@@ -194,11 +199,18 @@ def paged_bytes(parameters: Iterable[Tensor], *, is_eight_bit: bool) -> int:
     return sum(2 * p.numel() * _moment_dtype(p, is_eight_bit=is_eight_bit).itemsize for p in large)
 
 
-def quantise(model: nn.Module, bits: int, packed: set[int]) -> None:
-    """`packed`: ids of the linear layers to be replaced."""
-    kind: type[Nf4Linear | Int8Linear] = Nf4Linear if bits == 4 else Int8Linear
-    # the type as well: a stand-in that takes a freed layer's place may get its id
-    _replace(model, lambda m: kind(m) if type(m) is nn.Linear and id(m) in packed else None)
+def quantise(model: nn.Module, bits: int, packed: set[int], *, is_nested: bool = True, is_stored: bool = False) -> None:
+    """`packed`: ids of the linear layers to be replaced. `is_stored`: the files hold them packed."""
+
+    def fake_of(module: nn.Module) -> nn.Module | None:
+        # the type as well: a stand-in that takes a freed layer's place may get its id
+        if type(module) is not nn.Linear or id(module) not in packed:
+            return None
+        fake = Nf4Linear(module, is_nested=is_nested) if bits == 4 else Int8Linear(module)
+        fake.made_from = () if is_stored else fake.made_from
+        return fake
+
+    _replace(model, fake_of)
 
 
 def leave_uncast(model: nn.Module) -> None:
@@ -278,13 +290,15 @@ def _laid_out(x_BHTW: Tensor) -> Tensor:
 def fake_dense_weight(layer: nn.Module) -> Tensor:
     if not isinstance(layer, Nf4Linear):
         return dense_weight(layer)
-    return _dequantised(layer.absmax.numel(), (layer.out_features, layer.in_features), torch.bfloat16, None)
+    return _dequantised(layer.num_unpacked, (layer.out_features, layer.in_features), torch.bfloat16, None)
 
 
-_MIB = 1 << 20
-_ATEN = torch.ops.aten
+_MIB, _ATEN = 1 << 20, torch.ops.aten
 GROUPED_MM = _ATEN._grouped_mm.default
 _TILE = 128  # flash attention pads rows to this
+_WIDEST = 256  # head of flash and cuDNN attention
+_WIDEST_IN_REGISTERS = 128  # head whose gradients of keys and values memory-efficient attention needs no workspace for
+_KEYS, _SPLITS = 64, 200  # of its tile, and of all heads' keys together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,6 +311,8 @@ class DeviceKernels:
     """That flash attention over rows of any length supports."""
     has_grouped: bool = True
     """Whether a grouped product is one kernel; else torch waits for the groups' sizes and launches one for each."""
+    asked_widths: set[int] = field(default_factory=set, compare=False, repr=False)
+    """Of the heads that were compared with `widest_head`."""
 
     def launches(self, func: Any, args: tuple[Any, ...]) -> int:
         """Operations that the host dispatches for one of the rehearsal."""
@@ -330,7 +346,7 @@ class DeviceKernels:
             return row_by_row(attend, query, key, value, packed.lengths), None
         query, key, value = autocast(query, key, value)
         groups = getattr(module, "num_key_value_groups", 1)
-        if groups > 1 and (attention_mask is not None or self.attention_kernel == "efficient"):
+        if groups > 1 and (self.attention_kernel == "efficient" or not use_gqa_in_sdpa(attention_mask, key, value)):
             key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         bias = None if attention_mask is None else _as_bias(attention_mask, query)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -340,6 +356,7 @@ class DeviceKernels:
 
     def has_varlen(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether rows of any length are one kernel."""
+        self.asked_widths.add(query.shape[-1])
         return self.attention_kernel != "efficient" and has_varlen(query, key, value, self.widest_head)
 
     def decode_attention(
@@ -357,10 +374,8 @@ class DeviceKernels:
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float, is_causal: bool, scale: float | None
     ) -> Tensor:
-        kernel, rest = self.attention_kernel, (dropout, is_causal)
-        if kernel == "flash" and bias is not None:
-            kernel = "efficient"  # flash attention takes no mask
-        match kernel:
+        rest = (dropout, is_causal)
+        match self.chosen(q, v, is_masked=bias is not None):
             case "cudnn":
                 found = _ATEN._scaled_dot_product_cudnn_attention(q, k, v, bias, True, *rest, False, scale=scale)
             case "flash":
@@ -369,6 +384,14 @@ class DeviceKernels:
                 found = _ATEN._scaled_dot_product_efficient_attention(q, k, v, bias, True, *rest, scale=scale)
         out: Tensor = found[0]
         return out
+
+    def chosen(self, query: Tensor, value: Tensor, *, is_masked: bool) -> str:
+        """As torch's dispatcher chooses: flash attention takes no mask, and values only as wide as the keys, which
+        those of multi-head latent attention are not; cuDNN takes both; neither has wide heads."""
+        kernel, widths = self.attention_kernel, (query.shape[3], value.shape[3])
+        if kernel == "cpu" or max(widths) > _WIDEST:
+            return "efficient"
+        return "efficient" if kernel == "flash" and (is_masked or widths[0] != widths[1]) else kernel
 
 
 def rehearsed_mask(
@@ -421,9 +444,10 @@ def _as_bias(mask: Tensor, query: Tensor) -> Tensor:
 
 def _cudnn_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
     """One workspace: the query's gradient in fp32, keys' and values' for every head that shares them, a sum per row."""
-    query, key = args[1], args[2]
-    shared = query.numel() * 4 if query.shape[1] != key.shape[1] else 0
-    return (query.numel() * 4 + shared + prod(query.shape[:3]) * 4 + 512,)
+    query, key, value = args[1], args[2], args[3]
+    rows = prod(query.shape[:3])
+    shared = rows * (key.shape[3] + value.shape[3]) * 2 if query.shape[1] != key.shape[1] else 0
+    return (query.numel() * 4 + shared + rows * 4 + 512,)
 
 
 def _flash_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -444,9 +468,20 @@ def _varlen_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _efficient_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
-    query = args[1]
-    rows = prod(query.shape[:3]) * 4
-    return (query.numel() * 4 + rows + (rows if query.element_size() == 4 else 32 << 10),)
+    """A sum per row, and a workspace: the query's gradient in fp32 by tiles, each with a lock of 16 bytes, and in half
+    precision those of keys and values for wide heads. In fp32 the sums come first, from a product as large as the
+    output, which is freed before the workspace is taken."""
+    query, key, value = args[1], args[2], args[3]
+    rows, heads, widths = prod(query.shape[:3]), prod(query.shape[:2]), (query.shape[3], value.shape[3])
+    is_half, widest = query.element_size() < 4, max(widths)
+    side, across = (64, 64) if widest <= 64 else (128, 128 if is_half and widest <= _WIDEST_IN_REGISTERS else _KEYS)
+    workspace = heads * -(-query.shape[2] // side) * -(-widths[0] // across) * (side * across * 4 + 16)
+    if not is_half:
+        return (max(workspace, rows * (widths[1] + 1) * 4), rows * 4)
+    if widest > _WIDEST_IN_REGISTERS:
+        splits = max(1, min(-(-key.shape[2] // _KEYS), _SPLITS // heads))
+        workspace += heads * splits * _KEYS * sum(-(-width // side) for width in widths) * side * 4
+    return (workspace, rows * 4)
 
 
 def _embedding_backward(args: tuple[Any, ...]) -> tuple[int, ...]:

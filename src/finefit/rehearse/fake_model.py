@@ -1,6 +1,8 @@
 """What is rehearsed: the config of a step; the model, built on the meta device as training or an evaluation would load
 it, then of fake tensors; and the images of a batch, as large as those of the row with the most image tokens."""
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -8,7 +10,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -18,10 +19,14 @@ from finefit.artifacts.forecasts import TowerSize
 from finefit.artifacts.records import Levers
 from finefit.custom.inputs import custom_on_meta
 from finefit.errors import ModelError
+from finefit.facts.files import reading_model
 from finefit.model.attention import STRETCHED_ROPE, choose_attention, for_answers
 from finefit.model.experts import active_parameters, choose_experts, experts_of
 from finefit.model.load import base_bits, make_trainable, weight_dtype
+from finefit.model.loadable import require_causal, require_known_type
+from finefit.model.quantised import packed_layers, packed_weights, require_trainable
 from finefit.model.resolve_model import custom_source_in
+from finefit.model.targets import unadaptable
 from finefit.objective.batch import Extra
 from finefit.rehearse import fake_kernels
 from finefit.rehearse.recorder import Recorder
@@ -35,6 +40,9 @@ from finefit.vision.attention import PIECES, by_piece
 from finefit.vision.family import Grid, ImageGeometry, ImageInput
 
 _ATTENTION = "rehearsed"
+_OWN_ATTENTION = {"gpt_oss": "attention sinks"}
+"""By model type."""
+_TAKE_CONFIG = "take the config.json of the published model; `finefit doctor` shows the installed versions"
 _ENCODERS = (
     *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
     *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
@@ -77,15 +85,12 @@ class StepConfig:
 
 
 def read_config(values: dict[str, Any]) -> PretrainedConfig:
+    """Of the model with its weights unpacked; refuses those that finefit cannot train on."""
+    require_known_type(values)
+    packed_weights(values)
     given = {key: value for key, value in values.items() if key != "quantization_config"}
-    if "model_type" not in given:
-        problem = "the model's config has no model_type, so its architecture is unknown"
-        raise ModelError(problem, "take the config.json that belongs to the model")
-    try:
+    with reading_model("the model's config", _TAKE_CONFIG):
         return AutoConfig.for_model(**given)
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        problem = f"the model's config cannot be read: {' '.join(str(error).split())}"
-        raise ModelError(problem, "`finefit doctor` shows the installed versions") from error
 
 
 def build_on_meta(cfg: StepConfig, kernels: fake_kernels.DeviceKernels, *, answers: bool = False) -> nn.Module:
@@ -113,12 +118,19 @@ def build_on_meta(cfg: StepConfig, kernels: fake_kernels.DeviceKernels, *, answe
     elif answers:
         attention = for_answers(attention)
     with torch.device("meta"):
-        try:
-            model = _built(config, dtype, attention)
-        # the model has attention classes of its own: the CPU's kernel stands for the card's, which takes about as much
-        except KeyError:
-            model = _built(config, dtype, "sdpa")
-        if bits := base_bits(cfg.tuning):
+        with reading_model(f"the config of this {config.model_type} model", _TAKE_CONFIG):
+            try:
+                model = _built(config, dtype, attention)
+            # the model has attention classes of its own: the CPU's kernel stands for the card's, which takes about as
+            # much
+            except KeyError:
+                model = _built(config, dtype, "sdpa")
+        if (stored := packed_weights(cfg.config)) is not None:
+            if not answers:
+                require_trainable(stored, cfg.tuning)
+            ids = set(map(id, packed_layers(model, stored).values()))
+            fake_kernels.quantise(model, stored.bits, ids, is_nested=stored.is_nested, is_stored=True)
+        elif bits := base_bits(cfg.tuning):
             head, towers = model.get_output_embeddings(), vision.vision_forward_of(model.config)
             linear = [(name, id(module)) for name, module in model.named_modules() if type(module) is nn.Linear]
             # bitsandbytes quantises all but the head, in a vision-language model those of its language tower
@@ -142,21 +154,53 @@ def build_on_meta(cfg: StepConfig, kernels: fake_kernels.DeviceKernels, *, answe
 
 
 def _built(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    require_causal(config)
+    kind = vision.auto_class(config)
+    if attention != "eager" and not kind._model_mapping[type(config)]._supports_sdpa:
+        what = _OWN_ATTENTION.get(config.model_type, "attention of their own")
+        problem = f"models of type {config.model_type} have {what}, which the attention that finefit trains with lacks"
+        raise ModelError(problem, "name a model of another type")
     chosen = {"attn_implementation": attention, "experts_implementation": choose_experts()}
-    try:
-        model: PreTrainedModel = vision.auto_class(config).from_config(config, dtype=dtype, **chosen)
-    except (ValueError, TypeError, AttributeError, AssertionError, RuntimeError, ZeroDivisionError) as error:
-        problem = f"{config.model_type} cannot be built as a causal language model: {error}"
-        raise ModelError(problem, "name a causal language model") from error
+    model: PreTrainedModel = kind.from_config(config, dtype=dtype, **chosen)
     return model
 
 
+@lru_cache(maxsize=64)
+def layer_shapes(values: str) -> tuple[str, ...] | None:
+    """The class and the tensors of every layer; None where layers share weights. `values`: a config, as JSON."""
+    config = read_config(json.loads(values))
+    with torch.device("meta"), reading_model("the model's config", _TAKE_CONFIG):
+        layers = layers_of(_built(config, torch.bfloat16, "eager"))
+    tensors = [[(name, id(p), tuple(p.shape)) for name, p in layer.named_parameters()] for layer in layers]
+    owners = Counter(ident for named in tensors for ident in {ident for _, ident, _ in named})
+    if any(count > 1 for count in owners.values()):
+        return None
+    shapes = ([(name, shape) for name, _, shape in named] for named in tensors)
+    return tuple(repr((type(layer).__name__, found)) for layer, found in zip(layers, shapes, strict=True))
+
+
+def stored_dtypes(cfg: StepConfig, *, answers: bool = False) -> tuple[torch.dtype, ...]:
+    """Of the files that are mapped into memory while weights are loaded from them: those of the base, and of a
+    checkpoint with whole weights, which is evaluated. Nothing is known of the files of a custom model."""
+    if cfg.device == "cuda" or custom_source_in(cfg.config) is not None or packed_weights(cfg.config) is not None:
+        return ()
+    named = str(cfg.config.get("dtype") or cfg.config.get("torch_dtype"))
+    base = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(named, torch.float32)
+    return (base, torch.float32) if answers and not isinstance(cfg.tuning, Lora) else (base,)
+
+
 def materialise_fakes(
-    model: nn.Module, recorder: Recorder, *, is_loaded: bool, loaded: torch.dtype = torch.float32
+    model: nn.Module,
+    recorder: Recorder,
+    *,
+    is_loaded: bool,
+    loaded: torch.dtype = torch.float32,
+    stored: Sequence[torch.dtype] = (),
 ) -> None:
     """Replaces every meta tensor by a fake one; shared parameters stay shared. `is_loaded`: transformers first
     allocates the sum of all weights in one piece and frees it, then fills the pieces. `loaded`: the dtype of trained
-    weights before they are widened."""
+    weights before they are widened. `stored`: those of the files; weights of the same dtype are the mapped file itself,
+    others are copies beside it, until all of them are read. Beside packed ones all are copies."""
     if is_loaded:
         weights = [(name, p) for name, p in model.named_parameters() if "lora_" not in name]
         total = sum(p.numel() * _loaded_as(name, p, loaded).itemsize for name, p in weights)
@@ -164,14 +208,19 @@ def materialise_fakes(
         recorder.trace.free(ident, OUTSIDE, "load")
     unit_of = {id(m): at for at, layer in enumerate([*layers_of(model), *other_layers(model)]) for m in layer.modules()}
     made: dict[int, tuple[Tensor, Tensor]] = {}
+    mapped: list[Tensor] = []
+    is_packed = any(isinstance(module, fake_kernels.Nf4Linear | fake_kernels.Int8Linear) for module in model.modules())
     for is_adapter in (False, True):
         for name, module in model.named_modules():
             if ("lora_" in name) is is_adapter:
                 recorder.place(unit_of.get(id(module), OUTSIDE))
                 dense = _dense(module)
+                mapped += [] if is_adapter else _mapped(name, module, made, loaded, stored, is_packed=is_packed)
                 _fill(name, module, made, loaded)
                 del dense  # quantised weights are made from it on the device
-    recorder.place(OUTSIDE)
+        recorder.place(OUTSIDE)
+        recorder.name(mapped, "weights_file")
+        mapped.clear()
     made.clear()
     _widen(model, loaded)
     recorder.name((p for name, p in model.named_parameters() if "lora_" in name), "adapters")
@@ -180,14 +229,32 @@ def materialise_fakes(
 
 def _dense(module: nn.Module) -> list[Tensor]:
     """What a quantised layer's weights are made from: as they are read, and for 8 bits once more in fp16."""
-    match module:
-        case fake_kernels.Nf4Linear():
-            dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
-        case fake_kernels.Int8Linear():
-            dtypes = (torch.bfloat16, torch.float16)
-        case _:
-            return []
-    return [torch.zeros(module.out_features, module.in_features, dtype=dtype) for dtype in dtypes]
+    if not isinstance(module, fake_kernels.Nf4Linear | fake_kernels.Int8Linear):
+        return []
+    return [torch.zeros(module.out_features, module.in_features, dtype=dtype) for dtype in module.made_from]
+
+
+def _mapped(
+    path: str,
+    module: nn.Module,
+    made: Mapping[int, tuple[Tensor, Tensor]],
+    loaded: torch.dtype,
+    stored: Sequence[torch.dtype],
+    *,
+    is_packed: bool,
+) -> list[Tensor]:
+    """The part of a file that a module's weights are copied from."""
+    found = []
+    for name, old in module._parameters.items():
+        if old is None or id(old) in made:
+            continue
+        others = [dtype for dtype in stored if is_packed or dtype is not _loaded_as(path, old, loaded)]
+        if others:
+            is_matrix = name == "weight" and isinstance(module, fake_kernels.Nf4Linear | fake_kernels.Int8Linear)
+            count = module.in_features * module.out_features if is_matrix else old.numel()  # type: ignore[operator]
+            dtype = max(others, key=lambda one: one.itemsize)
+            found.append(torch.empty(count, dtype=dtype, device="cpu"))  # type: ignore[arg-type]
+    return found
 
 
 def _fill(path: str, module: nn.Module, made: dict[int, tuple[Tensor, Tensor]], loaded: torch.dtype) -> None:
@@ -246,6 +313,8 @@ class ModelFootprint:
     """Trained tensors of each."""
     unused: tuple[str, ...] = ()
     """Modules of a vision tower that no image passes."""
+    left_out: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Linear layers that all-linear does not adapt, by the reason."""
 
 
 def measure_size(cfg: StepConfig) -> ModelFootprint:
@@ -282,7 +351,17 @@ def measure_size(cfg: StepConfig) -> ModelFootprint:
         towers=towers,
         tower_names={tower: frozenset(names) for tower, names in tower_names.items()},
         unused=vision.unused_modules(model) if has_vision else (),
+        left_out=_left_out(model, cfg.tuning),
     )
+
+
+def _left_out(model: nn.Module, tuning: Tuning) -> dict[str, tuple[str, ...]]:
+    base, found = vision.without_adapter(model), dict[str, tuple[str, ...]]()
+    targets = tuning.targets if isinstance(tuning, Lora) else ()
+    takes_all = "all-linear" in (targets.values() if isinstance(targets, dict) else (targets,))
+    for name, reason in unadaptable(base).items() if takes_all and isinstance(base, PreTrainedModel) else ():
+        found[reason] = (*found.get(reason, ()), name)
+    return found
 
 
 def _bytes(parameters: Iterable[Tensor]) -> int:

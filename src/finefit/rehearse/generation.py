@@ -24,7 +24,15 @@ from finefit.rehearse import layer_kinds
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.cost_model import Rates, instant_seconds
 from finefit.rehearse.fake_kernels import device_kernels, fake_dense_weight
-from finefit.rehearse.fake_model import StepConfig, build_on_meta, fake_images, fitting, materialise_fakes, read_config
+from finefit.rehearse.fake_model import (
+    StepConfig,
+    build_on_meta,
+    fake_images,
+    fitting,
+    materialise_fakes,
+    read_config,
+    stored_dtypes,
+)
 from finefit.rehearse.recorder import Recorder
 from finefit.rehearse.rehearsal import untraceable
 from finefit.rehearse.trace import Trace
@@ -119,7 +127,7 @@ def _rehearsed(
     model = build_on_meta(cfg, kernels, answers=True).eval()
     recorder = Recorder(kernels)
     with FakeTensorMode(allow_non_fake_inputs=True), recorder, torch.no_grad():
-        materialise_fakes(model, recorder, is_loaded=cfg.device == "cuda")
+        materialise_fakes(model, recorder, is_loaded=cfg.device == "cuda", stored=stored_dtypes(cfg, answers=True))
         apply_levers(model, Levers(micro_batch=1, mlp_tiles=mlp_tiles), dense=fake_dense_weight)
         recorder.phase = PROMPTS
         try:
@@ -176,7 +184,7 @@ def extrapolated_bytes(cfg: StepConfig, rehearse: Callable[[StepConfig], Generat
     config = read_config(cfg.config)
     kinds, all_tower = layer_kinds.layer_kinds(config), layer_kinds.tower_kinds(config)
     period = layer_kinds.period_of(kinds)
-    tower = all_tower if layer_kinds.names_layers(cfg.tuning) else next(layer_kinds.tower_cuts(all_tower))[1]
+    tower = all_tower if layer_kinds.names_layers(cfg) else next(layer_kinds.tower_cuts(all_tower))[1]
     missing = len(all_tower) - len(tower)
 
     def allocated(num_layers: int) -> int:
@@ -185,7 +193,10 @@ def extrapolated_bytes(cfg: StepConfig, rehearse: Callable[[StepConfig], Generat
         found = rehearse(replace(cfg, config=values))
         return found.allocated_bytes + missing * found.trace.loaded(num_layers)
 
-    if len(kinds) <= 3 * period:
+    first = kinds[: 3 * period]
+    values = layer_kinds.with_layers(cfg.config, first)
+    is_repeated = layer_kinds.stands_for(values, cfg.config, kinds, range(len(first)))
+    if len(kinds) <= 3 * period or not is_repeated:
         return allocated(len(kinds))
     few, more = allocated(2 * period), allocated(3 * period)
     return few + (more - few) * (len(kinds) - 2 * period) // period

@@ -1,5 +1,6 @@
 """Which layers of a model are alike, and a rehearsal of the whole depth at the price of a few layers."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,14 +12,16 @@ from transformers import PretrainedConfig
 
 from finefit.custom.model import custom_family_of
 from finefit.errors import ModelError
+from finefit.model.attention import layer_types_of
+from finefit.model.quantised import packed_weights
 from finefit.model.resolve_model import custom_source_in
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.cost_model import total_flops
-from finefit.rehearse.fake_kernels import device_kernels
-from finefit.rehearse.fake_model import StepConfig, build_on_meta, read_config
+from finefit.rehearse.fake_kernels import DeviceKernels, device_kernels
+from finefit.rehearse.fake_model import StepConfig, build_on_meta, layer_shapes, read_config
 from finefit.rehearse.layer_extrapolation import LayerRun, LayersDiffer, extrapolate, find_inconsistencies
 from finefit.rehearse.rehearsal import Rehearsal, rehearse
-from finefit.spec.models import Full, Layers, Lora, Subset, Tuning
+from finefit.spec.models import Full, Layers, Lora, Subset
 from finefit.vision import vision_forward_of
 
 
@@ -36,7 +39,7 @@ def rehearse_extrapolated(cfg: StepConfig, memo: dict[str, Rehearsal] | None = N
     if not kinds or cfg.levers.recompute > len(kinds):
         problem = f"levers.recompute is {cfg.levers.recompute}, but the model has {len(kinds)} layers"
         raise ModelError(problem, "lower it, or set it to `all`")
-    found = None if names_layers(cfg.tuning) else _extrapolated(cfg, config, kinds, memo)
+    found = None if names_layers(cfg) else _extrapolated(cfg, config, kinds, memo)
     found = found or _executed(cfg, memo)
     return replace(found, trace=found.trace.beyond(len(kinds))) if tower_kinds(config) else found
 
@@ -50,6 +53,8 @@ def _extrapolated(
     kept = _kept(runs)
     levers = replace(cfg.levers, recompute=sum(layer < cfg.levers.recompute for layer in kept))
     language = with_layers(cfg.config, [kinds[layer] for layer in kept])
+    if not stands_for(language, cfg.config, kinds, kept):
+        return None
     for tower_runs, tower in tower_cuts(tower_kinds(config)):
         short = replace(cfg, config=with_tower_layers(language, config, tower) if tower else language, levers=levers)
         found = _executed(short, memo)
@@ -67,10 +72,31 @@ def _extrapolated(
     return None
 
 
+def memo_key(cfg: StepConfig) -> str:
+    """What was executed for it is kept under this key, whatever the card."""
+    return repr(replace(cfg, capability=(0, 0)))
+
+
 def _executed(cfg: StepConfig, memo: dict[str, Rehearsal]) -> Rehearsal:
-    if repr(cfg) not in memo:
-        memo[repr(cfg)] = rehearse(cfg)
-    return memo[repr(cfg)]
+    """Cards whose kernels do the same share what was executed; only the sizes of their workspaces may differ."""
+    kernels = device_kernels(cfg.device, cfg.capability, cfg.precision)
+    key = memo_key(cfg)
+    if key in memo and not _does_as(memo[key].kernels, kernels):
+        key = f"{kernels} {key}"
+    if key not in memo:
+        memo[key] = rehearse(cfg)
+    found, size = memo[key], kernels.workspace_bytes
+    if size == found.kernels.workspace_bytes:
+        return found
+    return replace(found, trace=found.trace.with_workspaces(size), kernels=kernels)
+
+
+def _does_as(rehearsed: DeviceKernels, other: DeviceKernels) -> bool:
+    """Whether other kernels would have done what these have done in a rehearsal, but for the size of workspaces."""
+    limits = rehearsed.widest_head, other.widest_head
+    is_same_choice = all((width <= limits[0]) == (width <= limits[1]) for width in rehearsed.asked_widths)
+    like = replace(other, workspace_bytes=rehearsed.workspace_bytes, widest_head=rehearsed.widest_head)
+    return is_same_choice and rehearsed == like
 
 
 def _kept(runs: Sequence[LayerRun]) -> list[int]:
@@ -79,8 +105,11 @@ def _kept(runs: Sequence[LayerRun]) -> list[int]:
     return [start + at for start, run in zip(starts, runs, strict=True) for at in range(run.rehearsed)]
 
 
-def names_layers(tuning: Tuning) -> bool:
-    """Whether single layers are trained by their number, so that layers of one kind may differ."""
+def names_layers(cfg: StepConfig) -> bool:
+    """Whether single layers are trained, or stored packed, by their number, so that layers of one kind may differ."""
+    if (packed := packed_weights(cfg.config)) is not None and packed.names_layers:
+        return True
+    tuning = cfg.tuning
     match tuning:
         case Full():
             return False
@@ -95,10 +124,13 @@ def names_layers(tuning: Tuning) -> bool:
 def layer_kinds(config: PretrainedConfig) -> list[str]:
     """What distinguishes one layer from another, according to the config."""
     text = config.get_text_config()
-    kinds = list(getattr(text, "layer_types", None) or ["layer"] * text.num_hidden_layers)
+    kinds = layer_types_of(config) or ["layer"] * text.num_hidden_layers
     dense, every = set(getattr(text, "mlp_only_layers", None) or ()), getattr(text, "decoder_sparse_step", 1) or 1
     first_dense = getattr(text, "first_k_dense_replace", 0) or 0
-    is_dense = [at in dense or (at + 1) % every != 0 or at < first_dense for at in range(len(kinds))]
+    mlps = list(getattr(text, "mlp_layer_types", None) or [""] * len(kinds))
+    is_dense = [
+        at in dense or (at + 1) % every != 0 or at < first_dense or mlps[at] == "dense" for at in range(len(kinds))
+    ]
     rotates = list(getattr(text, "no_rope_layers", None) or [1] * len(kinds))  # 0: a layer without rotary embedding
     found = zip(kinds, is_dense, rotates, strict=True)
     return [kind + " dense" * dense + " unrotated" * (not rotated) for kind, dense, rotated in found]
@@ -122,13 +154,30 @@ def with_layers(config: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     if isinstance(config.get("text_config"), dict):  # the language tower of a vision-language model
         return config | {"text_config": with_layers(config["text_config"], kinds)}
     short = dict(config, num_hidden_layers=len(kinds))
-    if config.get("layer_types"):
-        short["layer_types"] = [kind.split(" ")[0] for kind in kinds]
+    for key in ("layer_types", "layers_block_type"):
+        if config.get(key):
+            short[key] = [kind.split(" ")[0] for kind in kinds]
+    if config.get("mlp_layer_types"):
+        short["mlp_layer_types"] = ["dense" if " dense" in kind else "sparse" for kind in kinds]
     if config.get("mlp_only_layers"):
         short["mlp_only_layers"] = [at for at, kind in enumerate(kinds) if " dense" in kind]
     if config.get("no_rope_layers"):
         short["no_rope_layers"] = [int(" unrotated" not in kind) for kind in kinds]
     return short
+
+
+def stands_for(short: dict[str, Any], whole: dict[str, Any], kinds: Sequence[str], kept: Sequence[int]) -> bool:
+    """Whether layers of one kind are alike in the model, each with weights of its own, and the layers of a shortened
+    config are those that were kept: some configs have patterns of layers that are not known here."""
+    if short == whole:
+        return True
+    layers = layer_shapes(json.dumps(whole, sort_keys=True))
+    if layers is None or len(set(zip(kinds, layers, strict=True))) > len(set(kinds)):
+        return False
+    try:
+        return layer_shapes(json.dumps(short, sort_keys=True)) == tuple(layers[at] for at in kept)
+    except ModelError:  # a list in the config is as long as the model is deep
+        return False
 
 
 _PLAIN, _WHOLE, _TAPPED, _UNUSED = "layer", "whole", "tapped", "unused"

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finefit.rehearse.cost_model import INT8_MM, grouped_bytes, is_attention, operation_flops
 from finefit.rehearse.fake_kernels import GROUPED_MM, DeviceKernels, run_kernel
-from finefit.rehearse.trace import OUTSIDE, Block, Cost, Trace
+from finefit.rehearse.trace import OUTSIDE, WORKSPACE, Block, Cost, Trace
 
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default}
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.prim.device.default:
-            return func(*args, **(kwargs or {}))
+            return args[0].device  # two of three calls: a fake tensor knows it without torch's dispatcher
         node = torch._C._current_autograd_node()
         if node is not None and len(self._stack) == 1 and func is _ATEN.add.Tensor and _is_free(args[0]):
             func = _ATEN.add_.Tensor  # autograd sums gradients in place, but not those of fake tensors
@@ -130,7 +130,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _PRODUCTS and thread not in self._with_workspace and self._kernels.workspace_bytes:
             # cuBLAS allocates it at a thread's first product, after the result, and keeps it
             self._with_workspace.add(thread)
-            self.trace.allocate(Block(self._kernels.workspace_bytes, "workspace", "", thread, OUTSIDE), OUTSIDE)
+            self.trace.allocate(Block(self._kernels.workspace_bytes, WORKSPACE, "", thread, OUTSIDE), OUTSIDE)
         sizes = self._kernels.hidden_bytes(func, args)
         hidden = [Block(size, self._instant, module, self.last[1], self._unit) for size in sizes]
         for ident in [self.trace.allocate(block, self._unit) for block in hidden]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from finefit.artifacts.forecasts import grouped_names
@@ -30,7 +30,14 @@ from finefit.objective.batch import Batch, Extra, Forward, Packed, Paired
 from finefit.objective.batch import Objective as Minimised
 from finefit.objective.losses import DpoLoss
 from finefit.rehearse import fake_kernels
-from finefit.rehearse.fake_model import StepConfig, build_on_meta, fake_images, materialise_fakes, num_tokens
+from finefit.rehearse.fake_model import (
+    StepConfig,
+    build_on_meta,
+    fake_images,
+    materialise_fakes,
+    num_tokens,
+    stored_dtypes,
+)
 from finefit.rehearse.recorder import Recorder
 from finefit.rehearse.trace import OUTSIDE, Trace
 from finefit.spec.schema import AdamW
@@ -70,9 +77,8 @@ def rehearse(
         validation = padded, _extra(padded)
     recorder = Recorder(kernels)
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
-        materialise_fakes(
-            model, recorder, is_loaded=cfg.device == "cuda", loaded=weight_dtype(cfg.precision, cfg.tuning)
-        )
+        loaded = weight_dtype(cfg.precision, cfg.tuning)
+        materialise_fakes(model, recorder, is_loaded=cfg.device == "cuda", loaded=loaded, stored=stored_dtypes(cfg))
         recorder.watch(model, [*layers_of(model), *other_layers(model)])
         fused = fake_kernels.FakeFusedKernels() if cfg.levers.kernels == "fused" and cfg.device == "cuda" else None
         apply_levers(model, cfg.levers, _HostMemory(recorder.trace), fused, fake_kernels.fake_dense_weight)
@@ -205,10 +211,12 @@ def untraceable(model: nn.Module, recorder: Recorder, error: Exception) -> Model
     module, operation = recorder.last
     place = f" in {module}" if module else ""
     problem = f"{operation}{place} failed on fake tensors: {str(error).strip().splitlines()[0]}"
-    remedy = "remove `.item()`, boolean masks and `if tensor` from this module's forward"
-    return ModelError(
-        f"{type(model).__name__} cannot be rehearsed: {problem}", f"a rehearsal has shapes but no values: {remedy}"
-    )
+    if isinstance(error, _NEEDS_VALUES):
+        remedy = "remove `.item()`, boolean masks and `if tensor` from this module's forward"
+        remedy = f"a rehearsal has shapes but no values: {remedy}"
+    else:
+        remedy = "take the config.json of the published model; if this is it, please report a fault of finefit"
+    return ModelError(f"{type(model).__name__} cannot be rehearsed: {problem}", remedy)
 
 
 def _batch(cfg: StepConfig, extra: Extra | None) -> Batch:
@@ -285,6 +293,7 @@ class _HostMemory:
         return tensor
 
 
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Never called themselves."""
 

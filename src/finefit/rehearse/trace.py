@@ -9,7 +9,9 @@ OUTSIDE = -1
 """The layer of what belongs to no layer."""
 WARM_UP, LOADED = "warm-up", "aten::empty_strided"
 """Operations of loading: all weights in one piece, freed at once, and each of them."""
-_CATEGORIES = {"load": "weights", "forward": "activations", "loss": "loss", "workspace": "workspace", "batch": "batch"}
+WORKSPACE = "workspace"
+"""The instant of what cuBLAS allocates at a thread's first product and keeps."""
+_CATEGORIES = {"load": "weights", "forward": "activations", "loss": "loss", WORKSPACE: "workspace", "batch": "batch"}
 """The category of an allocation by when it was made, unless its owner is known."""
 
 
@@ -83,6 +85,11 @@ class Trace:
             operations=dict(operations),
         )
 
+    def with_workspaces(self, num_bytes: int) -> "Trace":
+        """The same on a card whose libraries take workspaces of another size."""
+        resized = (replace(one, num_bytes=num_bytes) if one.instant == WORKSPACE else one for one in self.blocks)
+        return replace(self, blocks=list(resized))
+
     def loaded(self, unit: int) -> int:
         """Bytes of a layer's weights and adapters, rounded as the allocator rounds."""
         sizes = (block.num_bytes for block in self.blocks if block.unit == unit and block.operation == LOADED)
@@ -103,6 +110,16 @@ class Trace:
             if is_new and ident not in freed:
                 total[self.category(ident)] += -(-self.blocks[ident].num_bytes // 512) * 512
         return dict(total.most_common())
+
+    def peak_below(self, limit: int) -> int:
+        """The most that blocks smaller than `limit` took at once."""
+        now = most = 0
+        for ident, is_new in self.events:
+            size = self.blocks[ident].num_bytes
+            if size < limit:
+                now += size if is_new else -size
+                most = max(most, now)
+        return most
 
     def peaks(self) -> dict[str, int]:
         """The most that was allocated during each instant."""

@@ -80,9 +80,10 @@ def check_document(found: "CheckedPipeline") -> dict[str, Any]:
     stages: dict[str, dict[str, Any]] = {}
     for name, stage in found.stages.items():
         stages[name] = {"kind": stage.kind}
+        if stage.spec is not None:
+            stages[name]["ledger"] = ledger_document(stage.prepared.record) if stage.prepared else None
         if (forecast := stage.forecast) is not None:
             stages[name] |= {
-                "ledger": ledger_document(stage.prepared.record) if stage.prepared else None,
                 "layout": TypeAdapter(Efficiency).dump_python(stage.efficiency) if stage.efficiency else None,
                 "gradients": TypeAdapter(GradientMap).dump_python(forecast.gradients, mode="json"),
                 "towers": TypeAdapter(dict[str, TowerSize]).dump_python(forecast.towers, mode="json"),
@@ -110,8 +111,7 @@ def show_ledger(found: Preparation, console: Console) -> None:
 
 def ledger_lines(where: StageDir) -> list[str]:
     """One line per source of a run."""
-    ledger = TypeAdapter(SourceLedger)
-    entries = [ledger.validate_python(entry) for entry in read_lines(where.ledger) if "read" in entry]
+    entries = read_lines(where.ledger, SourceLedger, where=lambda entry: "read" in entry)
     return [f"{entry.split} {entry.source}: {'; '.join((*_counts(entry), _tokens(entry)))}" for entry in entries]
 
 

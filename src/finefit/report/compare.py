@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finefit.compare import records
-from finefit.report.layout import SplitTable, duration, gib, shortened, three_digits, visible
+from finefit.report.layout import SplitTable, duration, gib, shortened, three_digits, visible, without_markup
 from finefit.report.scores import format_n, format_value
 from finefit.stats.comparisons import Spread
 from finefit.stats.metrics import Metric
@@ -170,10 +170,31 @@ def _item_view(kind: str, item: records.ItemChange, names: tuple[str, str], metr
     return ItemView(
         title=f"{kind}: {item.place}",
         change=format_difference(metric, item.change),
-        prompt=item.prompt,
+        prompt=without_markup(item.prompt),
         reference=item.reference,
         answers=tuple(answers),
     )
+
+
+def losses_table(comparison: records.Comparison) -> TableData | None:
+    """The last training loss and the lowest validation loss of each side; None if no side was trained."""
+    if not comparison.curves:
+        return None
+    curves = {curve.side: curve for curve in comparison.curves}
+
+    def final(curve: records.LossCurve) -> str:
+        return f"{curve.losses[-1]:.4f} (step {curve.steps[-1]})" if curve.losses else "-"
+
+    def best(curve: records.LossCurve) -> str:
+        step, loss = min(curve.validation, key=lambda point: point[1], default=(0, None))
+        return "-" if loss is None else f"{loss:.4f} (step {step})"
+
+    sides = range(len(comparison.sides))
+    rows = [
+        (name, *(shown(curves[at]) if at in curves else "-" for at in sides))
+        for name, shown in (("final train", final), ("best validation", best))
+    ]
+    return _side_table("losses", "loss", comparison, rows)
 
 
 def predictions_table(comparison: records.Comparison) -> TableData:
@@ -242,7 +263,7 @@ _MAX_CELL, _MAX_TEXT, _MAX_LINE = 60, 240, 600
 
 
 def terminal_view(comparison: records.Comparison) -> RenderableType:
-    """Settings first, then scores, differences, items, and predicted against measured."""
+    """Settings first, then scores, differences, items, losses, and predicted against measured."""
     parts: list[RenderableType] = []
     if comparison.differing:
         parts.append(_rich_table(settings_table("settings that differ", comparison, comparison.differing)))
@@ -259,6 +280,8 @@ def terminal_view(comparison: records.Comparison) -> RenderableType:
             parts.append(_rich_table(view.differences, is_light=True))
             parts += [_plain(view.counts)] if view.counts else []
             parts += [part for item in view.items for part in (_plain(item.title, "italic"), _rich_item(item))]
+    if (losses := losses_table(comparison)) is not None:
+        parts += [Text(), _rich_table(losses)]
     if comparison.predictions:
         parts += [Text(), _rich_table(predictions_table(comparison))]
     return Group(*parts, *(_plain(f"note: {warning}", "yellow") for warning in comparison.warnings))
@@ -328,6 +351,8 @@ def markdown(comparison: records.Comparison) -> str:
             differences = pairing_view(comparison, task, pairing).differences
             lines += [f"\n**{_escaped(differences.title)}**", *_markdown_table(differences)]
         lines += [f"\n{METHOD}"] if task.pairings else []
+    if (losses := losses_table(comparison)) is not None:
+        lines += ["\n## Losses", *_markdown_table(losses)]
     if comparison.predictions:
         predictions = predictions_table(comparison)
         lines += [f"\n## {_escaped(sentence(predictions.title).rstrip('.'))}", *_markdown_table(predictions)]

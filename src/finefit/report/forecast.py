@@ -46,6 +46,8 @@ NEUTRAL = {
     "mlp_tiles": "no MLP tiles",
     "adapter_inputs": "adapter inputs in fp32",
 }
+ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+"""Operations that only take memory: their names say nothing about the place of a peak."""
 OTHER_COLOURS = ("#8cb4d8", "#c49a3a", "#7a9e3f", "#b07aa1")
 
 
@@ -188,7 +190,7 @@ def _instants(forecast: Forecast, console: Console) -> Iterator[Text]:
     """Bars with half cells, or of # on consoles without colours. The place of the peak, such as ` in layers.27.mlp,
     log_softmax backward`, is behind its bar, or below all bars where the line would be too long."""
     operation = forecast.peak_operation.removeprefix("aten::").lstrip("_").partition(".")[0]
-    operation = re.sub(r"_backward(_data)?$", " backward", operation)
+    operation = "" if operation in ALLOCATIONS else re.sub(r"_backward(_data)?$", " backward", operation)
     where = ", ".join(part for part in (_readable(forecast.peak_module), operation) if part)
     place = f" in {where}" if where else ""
     most = max(1, *forecast.instants.values())
@@ -284,8 +286,10 @@ def _time(forecast: Forecast) -> Iterator[str]:
 def _levers(forecast: Forecast, console: Console) -> Iterator[Text]:
     """Those that are not at their neutral value with their reasons, the others in one line."""
     levers = forecast.levers
-    about = "about " if levers.packing else ""
-    times = "not accumulated" if forecast.accumulation == 1 else f"accumulated {about}{forecast.accumulation:,} times"
+    times = "not accumulated" if forecast.accumulation == 1 else f"accumulated {forecast.accumulation:,} times"
+    if levers.packing and forecast.accumulation > 1:  # a pack holds more rows than micro_batch where they are short
+        pack = f"{levers.micro_batch * forecast.lengths.longest:,} tokens"
+        times = f"about {forecast.accumulation:,} packs of {pack} a step"
     words = {
         "micro_batch": f"micro_batch {levers.micro_batch:,}, {times}",
         "recompute": f"recompute {layout.plural(levers.recompute, 'layer')}" if levers.recompute else None,

@@ -2,6 +2,7 @@
 
 Lines are laid out by hand so that a file gets plain lines without trailing spaces."""
 
+import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,12 @@ MIN_ROOM = 24
 """Minimum width of a column whose text is wrapped."""
 PLAIN_TABLE: dict[str, Any] = {"title_justify": "left", "box": None, "padding": (0, 2, 0, 0)}
 """Arguments of a rich table without lines."""
+_TURN = re.compile(
+    r"(?:<\|(?:im_start|start_header_id|turn|start)\|>|<start_of_turn>)(?P<role>\w+)(?:<\|(?:end_header_id|message)\|>)?\n*"
+    r"|<\|(?P<tag>system|user|assistant|tool)\|>\n*"
+)
+"""How the templates of ChatML, Llama 3, Gemma, gpt-oss and Phi open a turn."""
+_CONTROL = re.compile(r"<\|[^|<>\s]*\|>|</?s>|<(?:bos|eos|end_of_turn)>|\[/?INST\]|<<SYS>>|<</SYS>>")
 _DIRECTION_MARKS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
@@ -151,6 +158,13 @@ def visible(text: str) -> str:
         return is_control or character in _DIRECTION_MARKS
 
     return "".join(f"\\u{ord(c):04x}" if is_unprintable(c) else c for c in text)
+
+
+def without_markup(prompt: str) -> str:
+    """A prompt as it was rendered, for people: each turn begins with who speaks, and no control token is left."""
+    named = _TURN.sub(lambda found: f"\n{found['role'] or found['tag']}: ", prompt)
+    text = _CONTROL.sub("", named)
+    return re.sub(r"\n(assistant|model): *$", "", text.rstrip()).strip()
 
 
 def shortened(text: str, max_characters: int) -> str:

@@ -1,6 +1,7 @@
 """The progress of a run and its events, read from its records alone: the same for the process that started it and for
 any other. One line renews itself on a terminal; elsewhere there are plain lines, and always lines in logs/run.log."""
 
+import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from finefit.artifacts.atomic import parse_line
 from finefit.artifacts.cache import WORTH_A_WARNING
+from finefit.artifacts.reading import is_there, open_file, read_bytes
 from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir
 from finefit.artifacts.stage_records import EvalRequest, Stage
@@ -48,6 +50,8 @@ _EVENTS = {
         "continues"
     ),
 }
+_DAMAGED = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+"""What a line raises that lacks a key, or has a value of another type."""
 _MAX_NAMES = 3
 _QUIET_GRADIENTS = {
     "zero": "exactly zero for",
@@ -139,29 +143,44 @@ class RunFollower:
         """Events since the last call, in words."""
         told = []
         for line in self._metrics.lines():
-            if line.get("event") not in _IN_HAND:
-                self._step = line.get("step", self._step)
-            match line.get("event"):
-                case None:
-                    self._loss = line["loss"]
-                    self._recent.append((line["seconds"], line["tokens"]))
-                case "saved" | "resumed":
-                    self._checkpoint = line["checkpoint"]
-                case "started":
-                    self._loss, self._checkpoint = None, None
-                case "not_finite":
-                    self._loss = None
-                case "reference":
-                    self._preparing = f"reference of {line['done']:,}/{line['total']:,} pairs"
-            if words := describe_event(line):
+            try:
+                words = self._take(line)
+            except (
+                KeyError,
+                IndexError,
+                TypeError,
+                ValueError,
+                AttributeError,
+            ) as error:  # a damaged line stops no run
+                words = f"a line of {self._where.metrics} is damaged and not shown: {type(error).__name__} {error}"
+            if words:
                 told.append(words)
         for line in self._memory.lines():
-            self._bytes = line.get("reserved_bytes", line["resident_bytes"])
+            held = line.get("reserved_bytes", line.get("resident_bytes"))
+            self._bytes = held if isinstance(held, int) else self._bytes
         return told
+
+    def _take(self, line: Line) -> str | None:
+        """Its words, if it is news."""
+        if line.get("event") not in _IN_HAND:
+            self._step = int(line.get("step", self._step))
+        match line.get("event"):
+            case None:
+                self._recent.append((float(line["seconds"]), int(line["tokens"])))
+                self._loss = float(line["loss"])
+            case "saved" | "resumed":
+                self._checkpoint = str(line["checkpoint"])
+            case "started":
+                self._loss, self._checkpoint = None, None
+            case "not_finite":
+                self._loss = None
+            case "reference":
+                self._preparing = f"reference of {line['done']:,}/{line['total']:,} pairs"
+        return describe_event(line)
 
     def training(self) -> Progress | None:
         """None where nothing is trained."""
-        if not self._where.stage.exists():
+        if not is_there(self._where.stage):
             return None
         total = read_record(self._where.stage, Stage).total_steps
         parts, seconds = [f"step {self._step}/{total}"], sum(seconds for seconds, _ in self._recent)
@@ -203,18 +222,17 @@ class JournalTail:
         self._path, self._at = path, 0
 
     def lines(self) -> list[Line]:
-        if not self._path.exists():
+        if not is_there(self._path):
             return []
-        with self._path.open("rb") as file:
-            file.seek(self._at)
-            block = file.read()
+        with open_file(self._path) as descriptor:
+            block = os.pread(descriptor, max(0, os.fstat(descriptor).st_size - self._at), self._at)
         ended = block[: block.rfind(b"\n") + 1]
         self._at += len(ended)
         return [value for line in ended.splitlines() if (value := parse_line(line)) is not None]
 
 
 def _count(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    return read_bytes(path).count(b"\n") if is_there(path) else 0
 
 
 def _written(path: Path) -> int:

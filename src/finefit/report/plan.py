@@ -1,20 +1,74 @@
 """The plan of a run, whatever the number of its stages. On one card: a row for each stage, changes that would make it
-fit, and the fullest stage in full. On several cards: a row for each card. In a run: every value with its source."""
+fit, and the fullest stage in full. On several cards: a row for each card. In a run: what differs from the defaults,
+with its source."""
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from finefit.artifacts.forecasts import EvalBatchLimit, Forecast, Plan, Resolved, StageForecast, Suggestion
+from finefit.artifacts.forecasts import (
+    EvalBatchLimit,
+    Forecast,
+    Plan,
+    PlanningProgress,
+    Resolved,
+    StageForecast,
+    Suggestion,
+)
+from finefit.artifacts.records import Levers
 from finefit.report import forecast
 from finefit.report.layout import PLAIN_TABLE, duration, gib, hanging, print_lines, table, three_digits
+from finefit.spec.data import Source
+from finefit.spec.schema import Evaluation
+
+_USUAL = {f"levers.{lever.name}": lever.default for lever in fields(Levers) if lever.default is not MISSING}
+_USUAL |= {"engine.kind": "single", "engine.devices": 1, "accumulation": 1}
+_ENTRIES: dict[str, type[BaseModel]] = {"data.train": Source, "data.test": Source, "evaluate": Evaluation}
+
+_LONG_WAIT_SECONDS = 20.0
+"""After so long without a word, a reader who sees no spinner is told what is going on."""
+
+
+class PlanningLine:
+    """What is being rehearsed, for which of how many cards, and since when: redrawn in place on a terminal."""
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what, self._clock = what, clock
+        self._began = self._said = clock()
+        self._now: PlanningProgress | None = None
+        self._num_candidates = 0
+
+    def note(self, progress: PlanningProgress) -> None:
+        is_same_card = self._now is not None and self._now.number == progress.number
+        self._num_candidates = self._num_candidates + 1 if is_same_card else 1
+        self._now = progress
+
+    def overdue(self) -> str | None:
+        """The line, if the last one was long ago."""
+        if self._clock() - self._said < _LONG_WAIT_SECONDS:
+            return None
+        self._said = self._clock()
+        return str(self)
+
+    def __str__(self) -> str:
+        seconds = int(self._clock() - self._began)
+        elapsed = duration(seconds) if seconds >= 60 else f"{seconds} s"
+        if (now := self._now) is None:
+            return f"{self._what}, {elapsed}"
+        card = f"{now.card} (card {now.number} of {now.num_cards})" if now.num_cards > 1 else now.card
+        return f"{self._what} for {card}, {elapsed}: candidate {self._num_candidates}, {now.doing}"
+
+    def __rich__(self) -> Text:
+        return Text(str(self), no_wrap=True, overflow="ellipsis")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,8 +313,8 @@ def _card_row(plan: RunPlan, at: int, now: datetime) -> dict[str, Text]:
 
 
 def _remark(plan: RunPlan, at: int) -> str:
-    """Which card is cheapest and fastest, as far as a flat spec fits; else what does not fit, or the cheapest change
-    that would make it fit: an exact one, then the fastest."""
+    """Which card is cheapest and fastest, as far as a flat spec fits; else what does not fit, or the first change
+    that the plan of this card alone suggests and that makes it fit."""
     if not plan.is_flat:
         names = plan.too_large(at) + (["the disk"] if plan.lacking_disk(at) else [])
         return "" if plan.fits(at) else f"does not fit: {', '.join(names)}"
@@ -268,8 +322,7 @@ def _remark(plan: RunPlan, at: int) -> str:
         fitting = [one for one in plan.suggestions(at) if one.fits]
         if not fitting:
             return "no change found that fits"
-        best = min(fitting, key=lambda one: (not one.is_exact, one.step_seconds is None, one.step_seconds or 0.0))
-        return "fits with " + ", ".join(change.removeprefix("levers.") for change in best.changes)
+        return "fits with " + ", ".join(change.removeprefix("levers.") for change in fitting[0].changes)
 
     def seconds(card: int) -> float | None:
         total = plan.seconds(card)
@@ -283,20 +336,35 @@ def _remark(plan: RunPlan, at: int) -> str:
     return ", ".join(marks)
 
 
-def plan_view(plan: Plan) -> RenderableType:
-    """The plan of a training in its run: decisions in a table, values of the spec and defaults in a paragraph each."""
+def plan_view(plan: Plan, path: Path) -> RenderableType:
+    """The plan of a training in its run, as far as it differs from the defaults: decisions in a table, values of the
+    spec in a paragraph. `path`: the record of all values."""
     parts: list[RenderableType] = []
     for name, values in plan.stages.items():
         decided = Table(title=f"stage {name}, decided", show_header=False, **PLAIN_TABLE)
         for key, resolved in values.items():
-            if resolved.source not in ("spec", "default"):
+            if resolved.source not in ("spec", "default") and not _is_usual(key, resolved.value):
                 decided.add_row(key, _value(resolved), Text(resolved.source, style="dim"))
-        parts.append(decided)
-        for title, source in (("from the spec", "spec"), ("defaults", "default")):
-            shown = ", ".join(f"{key} {_value(one)}" for key, one in values.items() if one.source == source)
-            parts.append(Text(f"{title}: {shown}", style="dim"))
+        given = {key: replace(one, value=_without_defaults(key, one.value)) for key, one in values.items()}
+        asked = ", ".join(f"{key} {_value(one)}" for key, one in given.items() if one.source == "spec")
+        parts += [decided, Text(f"from the spec: {asked}", style="dim")]
+        parts.append(Text(f"Other settings have their defaults; {path} lists every value with its source.", "dim"))
     towers = (line for one in plan.forecasts.values() for line in forecast.tower_lines(one.towers))
     return Group(*parts, *(Text(f"tower    {line}") for line in towers))
+
+
+def _without_defaults(key: str, value: Any) -> Any:
+    """Of the entries of a list, such as the sources of `data.train`, what a user has chosen."""
+    if key not in _ENTRIES or not isinstance(value, list):
+        return value
+    usual = {name: field.get_default(call_default_factory=True) for name, field in _ENTRIES[key].model_fields.items()}
+    return [{name: one for name, one in entry.items() if one not in ({}, []) and one != usual[name]} for entry in value]
+
+
+def _is_usual(key: str, value: Any) -> bool:
+    """Whether a decision is what a reader takes for granted, such as a lever that is not pulled. `total_steps` says
+    how many steps an epoch has."""
+    return key in ("threads", "steps_per_epoch") or (key in _USUAL and value == _USUAL[key])
 
 
 def _value(resolved: Resolved) -> str:

@@ -6,25 +6,36 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from finefit.artifacts.atomic import read_lines, read_steps
+from finefit.artifacts.atomic import read_lines, read_steps, read_validations
 from finefit.artifacts.forecasts import Plan
 from finefit.artifacts.processes import holder_of
-from finefit.artifacts.records import FinishedStage, PipelineState, Run, StageMemory, StageState, read_record
+from finefit.artifacts.reading import is_there
+from finefit.artifacts.records import (
+    FinishedStage,
+    PipelineState,
+    Run,
+    StageMemory,
+    StageState,
+    read_if_there,
+    read_pipeline,
+    read_record,
+)
 from finefit.artifacts.rundir import RunDir, StageDir, find_run, is_pipeline, is_run
 from finefit.artifacts.stage_records import EvalResult, Stage, StageResult
 from finefit.data.rows import read_items
-from finefit.errors import RunError
+from finefit.errors import OtherVersion
 from finefit.report.check import ledger_lines
 from finefit.report.layout import PLAIN_TABLE, clock, gib
 from finefit.report.live import RunView, describe_validation
 from finefit.report.plan import plan_view
 from finefit.report.scores import change_tables, score_boards, scores_document, sorted_results
-from finefit.spec.load import pipeline_from_json
+from finefit.spec.models import CustomModel, Lora
 from finefit.spec.pipeline import Pipeline, needs
 
 if TYPE_CHECKING:
@@ -40,28 +51,40 @@ def result_lines(result: StageResult) -> list[str]:
     share = result.trainable_parameters / result.parameters
     trained = f"trained {result.trainable_parameters:,} of {result.parameters:,} parameters ({share:.2%})"
     steps = f"{result.step} steps, {result.tokens:,} tokens; {clock(result.seconds)} since it was last started"
-    return [trained, f"{steps}; peak memory {gib(result.peak_bytes)}"]
+    return [trained, f"{steps}; {_peak(result)}"]
+
+
+def _peak(result: StageResult | EvalResult) -> str:
+    """A plan is made for the longest rows, so a run may hold less."""
+    planned = "" if result.predicted_bytes is None else f", planned for {gib(result.predicted_bytes)}"
+    return f"peak memory {gib(result.peak_bytes or 0)}{planned}"
+
+
+def eval_memory_lines(results: Sequence[EvalResult]) -> list[str]:
+    """Of the evaluation that took most."""
+    measured = [one for one in results if one.peak_bytes is not None]
+    return [f"evaluation: {_peak(max(measured, key=lambda one: one.peak_bytes or 0))}"] if measured else []
 
 
 def waited_share(where: StageDir) -> float:
     """Of the time of all steps, what they waited for their rows."""
     steps = read_steps(where.metrics)
-    seconds = sum(step["seconds"] for step in steps)
+    seconds = sum(step.get("seconds", 0.0) for step in steps)
     return float(sum(step.get("wait_seconds", 0.0) for step in steps) / seconds) if seconds else 0.0
 
 
 def last_validation(where: StageDir) -> dict[str, Any] | None:
     """What was found, and at which step."""
-    found = [line for line in read_lines(where.metrics) if line.get("event") == "validated"]
+    found = list(read_validations(where.metrics))
     return {name: value for name, value in found[-1].items() if name != "event"} if found else None
 
 
 def evals_of(where: StageDir) -> list[EvalResult]:
-    """Those that this version can read; others are scored again when they are asked for."""
+    """Those of this version; others are scored again when they are asked for."""
     results = []
     for paths in where.evaluations():
-        with suppress(RunError):
-            if paths.result.exists():
+        with suppress(OtherVersion):
+            if is_there(paths.result):
                 results.append(read_record(paths.result, EvalResult))
     return sorted_results(results)
 
@@ -75,7 +98,7 @@ class ConsoleProgress:
     def start(self) -> None:
         self.say(f"run      {self._run.path}")
         if not is_pipeline(self._run.path):
-            self._console.print(plan_view(read_record(self._run.plan, Plan)))
+            self._console.print(plan_view(read_record(self._run.plan, Plan), self._run.plan))
 
     def begin(self, decision: "StageDecision", number: int, count: int) -> None:
         self.say("")
@@ -145,14 +168,16 @@ def run_document(run: RunDir) -> dict[str, Any]:
     if is_pipeline(run.path):
         stages = []
         for state in states_of(run):
-            place = {"why": state.reason, "place": _shown_place(run, state)}
+            place = {"why": state.reason, "place": _place_of(run, state)}
             stages.append({"stage": state.name, "kind": state.kind, "status": state.status, **place})
             if (done := done_of(run, state)) is not None:
                 recorded = asdict(done)
                 stages[-1] |= {key: recorded[key] for key in _FINISHED}
         return shared | {"stages": stages}
     where = run.stages()[0]
-    result = read_record(where.result, StageResult) if where.result.exists() else None
+    result = (read_record if record.status == "finished" and record.kind == "train" else read_if_there)(
+        where.result, StageResult
+    )
     return shared | {
         "checkpoints": str(where.checkpoints),
         "plan": {
@@ -172,10 +197,17 @@ def show_end(run: RunDir, console: Console) -> None:
     if is_pipeline(run.path):
         console.print()
         console.print(_stages_table(run))
+        width = max(len(state.name) for state in states_of(run)) + 2
+        for state in states_of(run):  # below the table, where a path is not folded and can be copied
+            console.print(f"{state.name:<{width}}{_place_of(run, state)}", highlight=False, soft_wrap=True)
         for line in _next_steps(run):
             console.print(line, highlight=False, soft_wrap=True)
         return
     where = run.stages()[0]
+    if is_there(where.eval_stage):
+        console.print(score_boards(evals_of(where), run))
+        console.print(f"run      {run.path}", highlight=False, soft_wrap=True)
+        return
     for line in result_lines(read_record(where.result, StageResult)):
         console.print(line, highlight=False)
     console.print(f"{waited_share(where):.1%} of the time was spent waiting for rows", highlight=False)
@@ -184,9 +216,24 @@ def show_end(run: RunDir, console: Console) -> None:
     results = evals_of(where)
     if results:
         console.print(score_boards(results, run))
-    console.print(f"run      {run.path}\nmodel    {where.checkpoints / 'final'}", highlight=False, soft_wrap=True)
+    for line in eval_memory_lines(results):
+        console.print(line, highlight=False)
+    for line in (f"run      {run.path}", *_model_lines(where)):
+        console.print(line, highlight=False, soft_wrap=True)
     if results:
         console.print(f"next     finefit eval {run.path} --checkpoint all", highlight=False, soft_wrap=True)
+
+
+def _model_lines(where: StageDir) -> list[str]:
+    """Where the model lies, and what loads it."""
+    stage = read_record(where.stage, Stage)
+    if isinstance(stage.model, CustomModel):
+        use = f"{stage.model.file} loads it"
+    elif isinstance(stage.tuning, Lora):
+        use = f"an adapter of {stage.model_name}: peft loads it, and a merge_adapter stage makes one model of both"
+    else:
+        use = "whole weights: transformers and vLLM load the folder"
+    return [f"model    {where.checkpoints / 'final'}", f"         {use}"]
 
 
 def states_of(run: RunDir) -> list[StageState]:
@@ -198,7 +245,7 @@ def states_of(run: RunDir) -> list[StageState]:
 
 def done_of(run: RunDir, state: StageState) -> FinishedStage | None:
     path = StageDir(run.path / state.place).done
-    return read_record(path, FinishedStage) if state.status == "done" and path.exists() else None
+    return read_if_there(path, FinishedStage) if state.status == "done" else None
 
 
 def _stages_table(run: RunDir) -> Table:
@@ -207,26 +254,26 @@ def _stages_table(run: RunDir) -> Table:
         table.add_column(column, no_wrap=True)
     for column in ("time", "before", "loaded", "peak", "after"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("where", overflow="fold")
     for state in states_of(run):
         done = done_of(run, state)
         time = "-" if done is None else clock(done.seconds)
         held = None if done is None else done.memory
         sizes = (held.before_bytes, held.loaded_bytes, held.peak_bytes, held.after_bytes) if held else (None,) * 4
         cells = ("-" if size is None else f"{size / 2**30:.2f}" for size in sizes)
-        table.add_row(state.name, state.kind, state.status, time, *cells, _shown_place(run, state))
+        table.add_row(state.name, state.kind, state.status, time, *cells)
     return table
 
 
-def _shown_place(run: RunDir, state: StageState) -> str:
-    """As the user would type it: a stage of this run by its name."""
-    return str(run.path / state.name) if state.place.startswith("stages/") else os.path.normpath(run.path / state.place)
+def _place_of(run: RunDir, state: StageState) -> str:
+    """The folder that holds what the stage has made, whichever run made it."""
+    place = Path(os.path.normpath(run.path / state.place))
+    return str(StageDir(place).output if StageDir(place).output.is_dir() else place)
 
 
 def _next_steps(run: RunDir) -> list[str]:
     """Commands that make sense after what was done, and for what was not."""
     states = states_of(run)
-    pipeline = pipeline_from_json(run.spec_json.read_text(encoding="utf-8"))
+    pipeline = read_pipeline(run)
     done = {state.name: pipeline.stages[state.name] for state in states if state.status == "done"}
     trained = [name for name, stage in done.items() if stage.kind == "train" and stage.evaluate]
     scored = [name for name, stage in done.items() if stage.kind == "evaluate" and len(stage.models) > 1]

@@ -7,14 +7,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from finefit.artifacts.atomic import read_lines
+from finefit.artifacts.atomic import read_validations
 from finefit.artifacts.checkpoint import step_named
-from finefit.artifacts.records import read_record
+from finefit.artifacts.records import read_if_there
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.artifacts.stage_records import EvalResult, EvalStage, Score
 from finefit.compare.records import SideScores, finite
 from finefit.errors import RunError
-from finefit.report.layout import SplitTable, three_digits
+from finefit.report.layout import SplitTable, three_digits, without_markup
 from finefit.stats.metrics import Metric
 
 _NUM_SHOWN = 3
@@ -80,7 +80,8 @@ def best_of(results: Sequence[EvalResult], by: str | None) -> EvalResult | None:
 
 def score_boards(results: Sequence[EvalResult], run: RunDir, *, by: str | None = None) -> Group:
     where = run.stages()[0]
-    of_model = f" of {read_record(where.eval_stage, EvalStage).subject.model_name}" if where.eval_stage.exists() else ""
+    only = read_if_there(where.eval_stage, EvalStage)
+    of_model = "" if only is None else f" of {only.subject.model_name}"
     losses = validation_losses(where)
     boards = _by_task(sorted_results(results)).values()
     return Group(*(part for found in boards for part in _board(found, by, losses, of_model)))
@@ -123,8 +124,8 @@ def _board(
 
 def validation_losses(where: StageDir) -> dict[int, float]:
     """Step -> the loss measured last."""
-    lines = (line for line in read_lines(where.metrics) if line.get("event") == "validated")
-    return {int(line["step"]): float(line["validation_loss"]) for line in lines if "validation_loss" in line}
+    lines = (line for line in read_validations(where.metrics) if "validation_loss" in line)
+    return {line["step"]: line["validation_loss"] for line in lines}
 
 
 def sample_answers(results: Sequence[EvalResult], count: int) -> Iterator[Table]:
@@ -132,7 +133,7 @@ def sample_answers(results: Sequence[EvalResult], count: int) -> Iterator[Table]
     for found in _by_task(sorted_results(results)).values():
         items = found[0].items
         for item in list(items[:: max(1, len(items) // max(count, 1))])[:count]:
-            title, reference = Text(_cut(item.prompt)), Text(f"reference: {_cut(item.reference)}")
+            title, reference = Text(_cut(without_markup(item.prompt))), Text(f"reference: {_cut(item.reference)}")
             table = Table(title=title, title_justify="left", caption=reference, caption_justify="left")
             for column in ("checkpoint", "answer", "scores"):
                 table.add_column(column, overflow="fold")

@@ -14,11 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from finefit.artifacts.reading import has_content, is_there
 from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, open_target, short_names
 from finefit.artifacts.stage_records import EvalItem, EvalRequest, EvalResult
 from finefit.errors import DataError, RunError
-from finefit.facts.files import sha256_of
 
 FINAL = "final"
 _BETWEEN_REFERENCES = "\n\nor\n\n"
@@ -189,7 +189,7 @@ def _evaluations(run: RunDir) -> list[_RunEval]:
     """Those with a result: the last stage first, all items before a sample of them."""
     places = ((where, paths) for where in reversed(run.stages()) for paths in where.evaluations())
     return sorted(
-        ((where, paths) for where, paths in places if paths.result.exists()),
+        ((where, paths) for where, paths in places if is_there(paths.result)),
         key=lambda found: -(found[1].limit or float("inf")),
     )
 
@@ -197,7 +197,7 @@ def _evaluations(run: RunDir) -> list[_RunEval]:
 def _first_common(targets: Sequence[RunTarget], found: Sequence[Sequence[_RunEval]]) -> str:
     tasks = []
     for evals in found:
-        by_age = sorted((paths for _, paths in evals), key=lambda paths: paths.request.stat().st_mtime_ns)
+        by_age = sorted((paths for _, paths in evals), key=lambda paths: paths.request.lstat().st_mtime_ns)
         tasks.append(dict.fromkeys(paths.folder.name for paths in by_age))
     for task in tasks[0]:
         if all(task in others for others in tasks):
@@ -243,7 +243,7 @@ def _rows(where: StageDir, paths: EvalPaths) -> dict[int, _PreparedRow]:
     its digest."""
     subject = read_record(paths.request, EvalRequest).subject
     path = where.prepared(subject.items)
-    if not path.exists() or sha256_of(path) != subject.items_sha256:
+    if not has_content(path, subject.items_sha256):
         return {}
     rows = {}
     with path.open(encoding="utf-8") as file:

@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from finefit import __version__
 from finefit.artifacts.atomic import write_text
 from finefit.artifacts.cache import content_key, forget_old, source_digest
-from finefit.artifacts.checkpoint import MANIFEST
+from finefit.artifacts.checkpoint import listed_files
+from finefit.artifacts.reading import is_there
 from finefit.artifacts.records import At, CacheInputs, output_of, read_record, with_files
 from finefit.artifacts.rundir import RunDir, StageDir, is_run
 from finefit.artifacts.stage_records import EvalResult
@@ -224,10 +225,9 @@ def output_digest(place: Path, stage: AnyStage, key: str) -> str:
     """Of a training its weights, as its manifest names them; of an evaluation answers and scores, without the time."""
     match stage:
         case TrainStage():
-            files = json.loads((output_of(place, stage) / MANIFEST).read_bytes())["files"]
             weights = [
-                (name, about["sha256"])
-                for name, about in sorted(files.items())
+                (name, sha256)
+                for name, (_, sha256) in sorted(listed_files(output_of(place, stage)).items())
                 if name.endswith(".safetensors") and not name.startswith("finefit_")  # those are not part of the model
             ]
             return content_key([key, weights])
@@ -235,7 +235,7 @@ def output_digest(place: Path, stage: AnyStage, key: str) -> str:
             answers = []
             for run in sorted(path for path in place.iterdir() if is_run(path) and not path.name.startswith(".")):
                 evaluations = [paths for where in RunDir(run).stages() for paths in where.evaluations()]
-                for path in sorted((one.result for one in evaluations if one.result.exists()), key=str):
+                for path in sorted((one.result for one in evaluations if is_there(one.result)), key=str):
                     result = read_record(path, EvalResult)
                     items = [[item.key, item.answer, item.scores] for item in result.items]
                     answers.append([run.name, result.task, result.checkpoint, items])

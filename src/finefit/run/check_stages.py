@@ -1,7 +1,7 @@
 """`finefit check`: every stage of a run is checked before the first one begins, as far as its inputs exist."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from finefit.artifacts.forecasts import Forecast, StageForecast
@@ -19,14 +19,16 @@ from finefit.plan.prepared_data import PreparedData, missing, places, prepare_da
 from finefit.plan.stage_costs import cards_here, eval_rows_spec, forecast_stage, prepared_eval_rows, training_costs
 from finefit.plan.stage_forecasts import ModelStubs, pair_sources, training_spec
 from finefit.preflight import StageFinding
-from finefit.preflight.data import QUESTION_CHECKS, data_findings, find_leaks, unreadable_references
+from finefit.preflight.data import QUESTION_CHECKS, data_findings, find_leaks, long_references, unreadable_references
+from finefit.preflight.model import require_model_here
 from finefit.preflight.pipeline import PipelineFacts, check_facts, sorted_findings, with_stage_keys
 from finefit.preflight.training import TrainingFacts, forecaster_here
 from finefit.spec import stages as kinds
 from finefit.spec.data import Data, Source
+from finefit.spec.models import Lora
 from finefit.spec.pipeline import Pipeline, needs
 from finefit.spec.schema import Spec
-from finefit.spec.stages import STAGE_PATH, AnyStage, EvaluateStage, Input, TrainStage, paths_of
+from finefit.spec.stages import STAGE_PATH, AnyStage, EvaluateStage, Input, TrainStage, models_of, paths_of
 from finefit.spec.tasks import CustomTask
 from finefit.stages.build_moe import router_rows
 from finefit.stages.gate import split_prompts
@@ -126,13 +128,15 @@ class _Checking:
         """An error of the user's in one of several stages becomes a finding, so that the others are checked too."""
         stage, stubs = self.pipeline.stages[name], self.stubs
         self.stages[name] = CheckedStage(kind=stage.kind)
+        if self.pipeline.is_flat and isinstance(stage, TrainStage):
+            self.missing[name] = missing(stage.data, stubs.base)
+            if self.missing[name]:  # a rehearsal of other rows would prove nothing
+                return None
         try:
-            if name in self.forecasts:
-                self.costs[name] = training_costs(self.forecasts[name])
-            else:
-                self.costs[name] = forecast_stage(stubs, name, cards_here(self.pipeline), forecaster_here)
+            self._require_models(stage)
             if isinstance(stage, TrainStage):
                 return self._training(name, stage)
+            self.costs[name] = self._forecast(name)
             absent = missing(Data.model_construct(train=_sources(stage)), stubs.base)
             others = (path for path in _other_files(stage) if STAGE_PATH.fullmatch(path) is None)
             self.missing[name] = (*absent, *(path for path in others if not (stubs.base / path).exists()))
@@ -150,20 +154,30 @@ class _Checking:
             problem = error.problem.removeprefix(f"stage {name}: ")
             self.findings.append((name, Finding(level="error", problem=problem, remedy=error.remedy)))
 
+    def _require_models(self, stage: AnyStage) -> None:
+        """Those that no stage makes. An adapter that a stage has yet to make is left to the training."""
+        for key, model in models_of(stage):
+            if isinstance(model, kinds.StageModel):
+                continue
+            tuning = stage.tuning if isinstance(stage, TrainStage) and key == "model" else None
+            if isinstance(tuning, Lora) and tuning.adapter is not None and STAGE_PATH.fullmatch(tuning.adapter):
+                tuning = tuning.model_copy(update={"adapter": None})
+            here = with_files(model, lambda path: str(file_at(path, self.stubs.at)))
+            is_expert = key.startswith("experts")  # a mixture has its base's tokenizer
+            require_model_here(here, tuning, self.stubs.base, reads_rows=not is_expert)
+
+    def _forecast(self, name: str) -> StageForecast:
+        if name in self.forecasts:
+            return training_costs(self.forecasts[name])
+        return forecast_stage(self.stubs, name, cards_here(self.pipeline), forecaster_here)
+
     def _training(self, name: str, stage: TrainStage) -> None:
-        spec, base, forecast = training_spec(self.stubs, name), self.stubs.base, self.costs[name].forecasts[0]
+        spec, base = training_spec(self.stubs, name), self.stubs.base
         there = spec.model_copy(update={"data": present(spec.data, base)})
         tokenizer = model_outline(spec.model, base).tokenizer
         has_rows = tokenizer is not None and not missing(there.data, base)
         prepared = prepare_data(there, base, tokenizer) if tokenizer is not None and has_rows else None
-        self.stages[name] = CheckedStage(
-            kind="train",
-            spec=there,
-            prepared=prepared,
-            forecast=forecast,
-            efficiency=prepared.efficiency(there, forecast.levers) if prepared else None,
-        )
-        self.trainings[name] = TrainingFacts.read(there, forecast, base)
+        self.stages[name] = CheckedStage(kind="train", spec=there, prepared=prepared)
         not_made = {
             path
             for asked, path in zip(_places_in(stage.data), _places_in(spec.data), strict=True)
@@ -171,10 +185,17 @@ class _Checking:
         }
         self.missing[name] = tuple(path for path in missing(spec.data, base) if path not in not_made)
         if prepared is not None:
-            if spec.data.test is not None and there.data.test is None:  # its absence is a finding of its own
-                there = there.model_copy(update={"evaluate": ()})
-            found = data_findings(there, base, prepared)
+            is_test_absent = spec.data.test is not None and there.data.test is None  # a finding of its own
+            asked = there.model_copy(update={"evaluate": ()}) if is_test_absent else there
+            found = data_findings(asked, base, prepared)
             self.findings.extend((name, with_stage_keys(self.pipeline, name, finding)) for finding in found)
+            if prepared.record.lengths is None:  # a rehearsal of other rows would prove nothing
+                return
+        self.costs[name] = self._forecast(name)
+        forecast = self.costs[name].forecasts[0]
+        efficiency = prepared.efficiency(there, forecast.levers) if prepared else None
+        self.stages[name] = replace(self.stages[name], forecast=forecast, efficiency=efficiency)
+        self.trainings[name] = TrainingFacts.read(there, forecast, base)
 
 
 def _places_in(data: Data) -> list[str]:
@@ -198,6 +219,7 @@ def _row_findings(stubs: ModelStubs, stage: EvaluateStage, model: str) -> Iterat
         yield from (found for check in QUESTION_CHECKS for found in check(prepared.record, spec))
         rows = read_items(prepared.path("test.jsonl"))
         yield from unreadable_references(stage.evaluate, rows, form=stage.data.task, base=stubs.base)
+        yield from long_references(stage.evaluate, rows)
 
 
 def _overlap(stubs: ModelStubs, stage: EvaluateStage, trained: str, training: TrainStage) -> Iterator[Finding]:

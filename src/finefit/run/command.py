@@ -14,7 +14,8 @@ import torch
 
 from finefit.artifacts.atomic import read_lines, write_text
 from finefit.artifacts.processes import holder_of, run_lock
-from finefit.artifacts.records import PipelineState, Run, read_record
+from finefit.artifacts.reading import open_to_append, read_text
+from finefit.artifacts.records import PipelineState, Run, read_pipeline, read_record
 from finefit.artifacts.rundir import RunDir, is_pipeline, open_any_run, stage_of
 from finefit.artifacts.stage_records import Stage
 from finefit.errors import FindingError, FinefitError, RunError, UserError, WorkerDied
@@ -23,7 +24,7 @@ from finefit.run.create import between, create_run, find_stages, in_order_of, re
 from finefit.run.resume import amend, follow, parse_again, require_unchanged
 from finefit.run.run_stages import StageProgress, Train, run_stages, train_run
 from finefit.run.staleness import StageDecision, Stages, above, command_id, decide_all, is_finished, open_stages
-from finefit.spec.load import load_pipeline, load_spec, pipeline_from_json, spec_to_json, whole_text
+from finefit.spec.load import load_pipeline, load_spec, spec_to_json, whole_text
 from finefit.spec.pipeline import EVERY, Pipeline
 from finefit.spec.stages import moved
 
@@ -114,7 +115,7 @@ def _spec_of(run: RunDir, args: RunArgs) -> Pipeline:
                 "give --set with the spec file: it starts another run, which takes over every stage that has not "
                 "changed",
             )
-        return pipeline_from_json(run.spec_json.read_text(encoding="utf-8"))
+        return read_pipeline(run)
     if read_record(run.run, Run).kind == "eval":
         problem = f"{place.name} holds an evaluation and nothing to train"
         raise RunError(problem, f"`finefit eval {place}` goes on with it")
@@ -146,7 +147,7 @@ def take_over(command: RunCommand, run: RunDir) -> list[str]:
     if pipeline.is_flat:
         return follow(run, here.flat_spec)
     text = spec_to_json(pinned(here)) + "\n"
-    if text != run.spec_json.read_text(encoding="utf-8"):
+    if text != read_text(run.spec_json):
         write_text(run.spec_json, text)
     return []
 
@@ -196,7 +197,7 @@ def detach(command: RunCommand, run: RunDir) -> int | None:
         words += [] if value is None else [option, value]
     words += [word for name in selection.force for word in ("--force", name)]
     nothing, same = subprocess.DEVNULL, subprocess.STDOUT
-    with log.open("ab") as output:
+    with open_to_append(log) as output:
         process = subprocess.Popen(words, stdin=nothing, stdout=output, stderr=same, start_new_session=True)
     while holder_of(run.lock) != process.pid and process.poll() is None:
         time.sleep(_POLL_SECONDS)

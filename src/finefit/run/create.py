@@ -19,12 +19,13 @@ from finefit.data.render import Renderer, open_renderer
 from finefit.errors import FindingError, SpecError
 from finefit.facts.files import sha256_of
 from finefit.facts.machine import read_machine
-from finefit.model.resolve_model import ResolvedModel, custom_source, resolve_start
+from finefit.model.resolve_model import ResolvedModel, custom_source
 from finefit.plan.prepared_data import PreparedData, find_sources, prepare_data
 from finefit.plan.resolve import make_stage, resolve
 from finefit.plan.target import nodes_of
 from finefit.preflight import in_order, require_no_errors
 from finefit.preflight.data import data_findings, require_data
+from finefit.preflight.model import require_model
 from finefit.preflight.pipeline import training_findings
 from finefit.preflight.training import forecast_here
 from finefit.run.cache_inputs import outside_inputs, pinned, run_digest
@@ -152,7 +153,7 @@ def between(old: Path, new: Path) -> MovePath:
 
 def read_training_inputs(spec: Spec, base: Path, run: Path) -> tuple[ResolvedModel, PreparedData, Inputs]:
     """The model, its prepared rows and their record. Relative paths start in `base`, recorded ones in `run`."""
-    model = resolve_start(spec.model, spec.tuning, base)
+    model = require_model(spec.model, spec.tuning, base)
     prepared, move = prepare_data(spec, base, model.folder), between(base, run.resolve())
     form = [Evaluation(task=spec.data.task, name="form")] if isinstance(spec.data.task, CustomTask) else []
     tasks = tuple(task_sha256(evaluation, base) for evaluation in (*form, *spec.evaluate))

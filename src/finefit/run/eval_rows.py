@@ -13,7 +13,8 @@ from pydantic import TypeAdapter
 from finefit.artifacts.atomic import Journal
 from finefit.artifacts.checkpoint import step_named
 from finefit.artifacts.forecasts import Plan
-from finefit.artifacts.records import read_record
+from finefit.artifacts.reading import is_there
+from finefit.artifacts.records import read_record, read_spec
 from finefit.artifacts.rundir import EvalPaths, RunDir, stage_of
 from finefit.artifacts.stage_records import EvalItem, EvalRequest, EvalStage, Stage, Subject
 from finefit.data.files import find_files
@@ -27,9 +28,8 @@ from finefit.facts.files import FileFact, sha256_of
 from finefit.model.resolve_model import resolve_model
 from finefit.plan.client import Grids
 from finefit.plan.prepared_data import PreparedData, prepare_data
-from finefit.preflight.data import fix_or_drop, require_data, unreadable_references
+from finefit.preflight.data import fix_or_drop, long_references, require_data, unreadable_references
 from finefit.spec.data import ImageLimits, Source
-from finefit.spec.load import spec_from_json
 from finefit.spec.models import CustomModel
 from finefit.spec.schema import Evaluation, Sft, Spec
 from finefit.spec.stages import moved
@@ -62,7 +62,7 @@ class EvalRows:
 def own_rows(run: RunDir) -> EvalRows:
     """A run's own test rows, as long as the plan found them; without a forecast, as long as a row may be."""
     where = stage_of(run)
-    if where.eval_stage.exists():
+    if is_there(where.eval_stage):
         stage = read_record(where.eval_stage, EvalStage)
         file, sha256 = stage.subject.items, stage.subject.items_sha256
         return EvalRows(file=file, sha256=sha256, prompt_tokens=stage.prompt_tokens, prompt_grids=stage.prompt_grids)
@@ -77,10 +77,10 @@ def own_rows(run: RunDir) -> EvalRows:
 def other_rows(run: RunDir, data: str) -> EvalRows:
     """Rows of another file, prepared with the run's template, form and lengths, and copied into the run."""
     where = stage_of(run)
-    if where.eval_stage.exists():
+    if is_there(where.eval_stage):
         remedy = "score the model itself with --data, which makes another run directory"
         raise RunError(f"{run.path.name} belongs to its own rows", remedy)
-    spec = spec_from_json(run.spec_json.read_text(encoding="utf-8"))
+    spec = read_spec(run)
     model = moved(spec.model, lambda path: str((run.path / path).resolve()))
     tokenizer = where.tokenizer
     if not isinstance(model, CustomModel):
@@ -128,11 +128,13 @@ def rows_of(run: RunDir, subject: Subject) -> list[Row]:
     return read_items(stage_of(run).verified(subject.items, {subject.items: subject.items_sha256}))
 
 
-def require_readable(run: RunDir, subject: Subject, evaluations: Sequence[Evaluation]) -> None:
-    """A reference that its task cannot read is reported before a model answers anything."""
-    if subject.items_sha256 != NO_ITEMS:
-        rows = rows_of(run, subject)
-        require_data(unreadable_references(evaluations, rows, form=subject.form, base=run.path))
+def require_readable(run: RunDir, subject: Subject, evaluations: Sequence[Evaluation]) -> tuple[str, ...]:
+    """A reference that its task cannot read is reported before a model answers anything. Returns warnings."""
+    if subject.items_sha256 == NO_ITEMS:
+        return ()
+    rows = rows_of(run, subject)
+    require_data(unreadable_references(evaluations, rows, form=subject.form, base=run.path))
+    return tuple(f"{found.problem}; {found.remedy}" for found in long_references(evaluations, rows))
 
 
 def file_facts(prepared: PreparedData) -> tuple[FileFact, ...]:
@@ -150,7 +152,7 @@ class ExternalAnswer:
     place: str
     text: str
     id: str = ""
-    """An item's key, the place of its row (`test.jsonl:3`), or its number."""
+    """An item's key, the place of its row (`test.jsonl:3`, `record 3 of test.json`), or its number."""
     prompt: str = ""
     """All of it, or its last message."""
 
@@ -170,7 +172,7 @@ def read_answers(path: Path, form: Form | None) -> list[ExternalAnswer]:
     for record in read_records(file):
         if isinstance(record, BadRow):
             raise DataError(f"{record.place} {record.reason}", "fix the file: every item needs its answer")
-        place, value = f"{record.source}:{record.number}", dict(record.value)
+        place, value = record.place, dict(record.value)
         answer = next((value[name] for name in _ANSWERS if name in value), None)
         id_, prompt = (
             next((str(value[name]) for name in names if value.get(name) not in (None, "")), "")

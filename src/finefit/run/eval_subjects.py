@@ -17,9 +17,19 @@ import torch
 
 from finefit import __version__
 from finefit.artifacts.atomic import publish, staged_folder
-from finefit.artifacts.checkpoint import MANIFEST, list_checkpoints
+from finefit.artifacts.checkpoint import MANIFEST, list_checkpoints, manifest_sha256
+from finefit.artifacts.reading import is_there
 from finefit.artifacts.records import Facts, Inputs, Run, read_or_none, read_record, write_record
-from finefit.artifacts.rundir import RunDir, StageDir, newest_with_digest, put_in_place, stage_holding, stage_of
+from finefit.artifacts.rundir import (
+    RunDir,
+    StageDir,
+    is_run,
+    newest_with_digest,
+    put_in_place,
+    runs_named,
+    stage_holding,
+    stage_of,
+)
 from finefit.artifacts.stage_records import EvalStage, ModelSetup, Stage, Subject
 from finefit.custom.inputs import processor_opener, raw_image_processor
 from finefit.data.columns import RecordError
@@ -36,6 +46,7 @@ from finefit.plan.resolve import precision_on
 from finefit.run.create import save_tokenizer
 from finefit.run.eval_rows import ITEMS, NO_ITEMS, answers_name, file_facts, prepare_eval_rows
 from finefit.spec.data import Source
+from finefit.spec.load import load_any
 from finefit.spec.models import FolderModel, Full, ShapeModel
 from finefit.spec.stages import moved
 from finefit.spec.tasks import CustomTask
@@ -47,16 +58,34 @@ EARLIER = ".earlier-"
 _ALIASES = ("final", "best")
 
 
+def refuse_what_has_not_run(target: str, runs: Path) -> None:
+    """A spec file, or a run directory that does not exist: only what `finefit run` has made can be scored."""
+    path = Path(target)
+    if path.suffix in (".yaml", ".yml"):
+        name = load_any(path).name
+        made = [str(run.path) for run in runs_named(runs, name)]
+        problem = f"{target} is a spec, and `eval` scores what a run of it has made"
+        if len(made) == 1:
+            raise RunError(problem, f"give `finefit eval {made[0]}`")
+        if made:
+            raise RunError(problem, f"give `finefit eval RUN` with one of its runs: {', '.join(made)}")
+        raise RunError(f"{problem}; there is no run called {name} in {runs} yet", f"give `finefit run {target}` first")
+    if path.parent.name == runs.name and not path.exists():
+        there = ", ".join(sorted(found.name for found in runs.iterdir() if is_run(found))) if runs.is_dir() else ""
+        remedy = "`finefit run SPEC` makes one" + (f"; there are {there}" if there else "")
+        raise RunError(f"the run {target} does not exist yet", remedy)
+
+
 def run_subject(where: StageDir, checkpoint: str) -> Subject:
     """The subject of a run that only evaluates, or a checkpoint of a training run."""
-    if where.eval_stage.exists():
+    if is_there(where.eval_stage):
         return read_record(where.eval_stage, EvalStage).subject
     stage, is_base = read_record(where.stage, Stage), checkpoint == "base"
     folder = where.checkpoints / checkpoint
     return Subject(
         **{field.name: getattr(stage, field.name) for field in fields(ModelSetup)},
         weights=None if is_base else str(folder.relative_to(where.run)),
-        manifest_sha256=None if is_base else sha256_of(folder / MANIFEST),
+        manifest_sha256=None if is_base else manifest_sha256(folder),
         items_sha256=stage.prepared.get(ITEMS, NO_ITEMS),
     )
 
@@ -71,7 +100,7 @@ def without_model(subject: Subject, name: str, fingerprint: str) -> Subject:
 def checkpoints_of(run: RunDir, asked: str) -> list[str]:
     """`all` means the base and every checkpoint that is kept."""
     where = stage_of(run)
-    if where.eval_stage.exists():
+    if is_there(where.eval_stage):
         return [read_record(where.eval_stage, EvalStage).name]
     if asked == "all":
         return ["base", *(path.name for path in list_checkpoints(where.checkpoints))]
@@ -80,7 +109,7 @@ def checkpoints_of(run: RunDir, asked: str) -> list[str]:
 
 def resolve_checkpoint(where: StageDir, checkpoint: str) -> str:
     """`final` and `best` become the checkpoint that they name."""
-    if checkpoint == "base" or where.eval_stage.exists():
+    if checkpoint == "base" or is_there(where.eval_stage):
         return checkpoint
     name = f"checkpoint-{checkpoint}" if checkpoint.isdigit() else checkpoint
     aliases = [alias for alias in _ALIASES if (where.checkpoints / alias).is_dir()]

@@ -53,8 +53,11 @@ def score(job: StageJob, place: Path, *, lock: int, tick: Tick, say: Say) -> dic
     asked = models_on_rows(job, stage.data, models, evaluations)
     how = partial(open_rows_run, base=base, device=job.device, precision=job.precision, runs=place, is_numbered=False)
     runs = {name: how(external, prepared) for name, (external, prepared) in asked.items()}
+    warned: tuple[str, ...] = ()
     for name, run in runs.items():
-        require_readable(run, run_subject(stage_of(run), name), evaluations)
+        warned = require_readable(run, run_subject(stage_of(run), name), evaluations)
+    for warning in warned:  # the rows are the same for all
+        say(f"warning: {warning}")
     for name, gate in gates.items():
         _require_known_prompts(name, read_record(gate / GATE_RECORD, SequenceGate), runs)
     scored: dict[str, dict[str, EvalResult]] = {}

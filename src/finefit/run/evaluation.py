@@ -19,12 +19,16 @@ from finefit.artifacts.atomic import Journal, read_lines
 from finefit.artifacts.checkpoint import step_named
 from finefit.artifacts.forecasts import EvalBatchLimit
 from finefit.artifacts.processes import run_lock
+from finefit.artifacts.reading import is_there
 from finefit.artifacts.records import Failure, Run, read_or_none, read_record, write_record
 from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, find_run, is_run, models_of, open_run, stage_of
 from finefit.artifacts.stage_records import EvalFailure, EvalRequest, EvalResult, Score, Stage, Subject
+from finefit.data.rows import is_asked
 from finefit.errors import FinefitError, Interrupted, Resumable, RunError, SpecError
 from finefit.evaluate.external_model import FORMS, find_external_model
+from finefit.evaluate.reuse import answers_of_other_tasks, needs_only_answers, write_taken
 from finefit.evaluate.score import made_with
+from finefit.evaluate.worker import sample
 from finefit.facts.files import sha256_of
 from finefit.plan.client import eval_limits_here
 from finefit.plan.resolve import precision_on
@@ -61,6 +65,8 @@ class EvalRequests:
     rows: EvalRows
     answers: tuple[str, ...] | None = None
     """The answers to all items, where they were made elsewhere."""
+    warnings: tuple[str, ...] = ()
+    """What a user should know before anything is answered."""
 
 
 def request_of(
@@ -79,6 +85,8 @@ def request_of(
 
 def evaluate_all(work: EvalRequests, *, tick: Tick, say: Say) -> list[EvalResult]:
     run, limits = work.run, BatchLimits(run=work.run, rows=work.rows)
+    for warning in work.warnings:
+        say(f"warning: {warning}")
     with run_lock(run.lock) as lock, recording_status(run), track_scores(stage_of(run), say):
         return [
             evaluate(run, request, lock=lock, tick=tick, limits=limits, answers=work.answers)
@@ -89,8 +97,11 @@ def evaluate_all(work: EvalRequests, *, tick: Tick, say: Say) -> list[EvalResult
 def evaluate_after_training(run: RunDir, *, lock: int, tick: Tick, say: Say) -> None:
     """The evaluations that a run's spec asks for."""
     limits = BatchLimits(run=run, rows=eval_rows.own_rows(run), as_planned=True)
+    evaluations = read_record(stage_of(run).stage, Stage).evaluate
+    for warning in eval_rows.require_readable(run, eval_subjects.run_subject(stage_of(run), "base"), evaluations):
+        say(f"warning: {warning}")
     with track_scores(stage_of(run), say):
-        for evaluation in read_record(stage_of(run).stage, Stage).evaluate:
+        for evaluation in evaluations:
             names = eval_subjects.checkpoints_of(run, evaluation.checkpoints)
             trained = [name for name in names if name != "base"]
             for name in ["base", *trained] if evaluation.base else trained:
@@ -116,20 +127,15 @@ def evaluate(
     if earlier is None or result is None or not is_same or earlier.evaluation.judge != evaluation.judge:
         paths.folder.mkdir(parents=True, exist_ok=True)
         request = replace(request, evaluation=take_task_file(evaluation, run.path, paths.folder))
-        if answers is None and where.eval_stage.exists() and isinstance(request.subject.model, ShapeModel):
+        if answers is None and is_there(where.eval_stage) and isinstance(request.subject.model, ShapeModel):
             problem = f"{run.path.name} holds answers made elsewhere, and no model for {evaluation.label} to ask"
             raise RunError(problem, "give --answers FILE again")
-        if answers is None and limits is not None:
-            request = replace(request, batch_limit=limits.find(request))
-        _set_others_aside(where, paths, request)
-        if answers is not None:
-            task = make_task(request.evaluation, form=request.subject.form, base=paths.folder, run=run.path)
-            eval_rows.write_answers(task, request, paths, answers, eval_rows.rows_of(run, request.subject))
+        request = _write_known_answers(where, paths, request, limits, answers)
         write_record(paths.request, request)  # even if it is unchanged: its time says which evaluation is the current
         module = "finefit.evaluate.harness" if isinstance(evaluation.task, LmEval) else "finefit.evaluate.worker"
         code = launch(module, paths.request, log=run.log, lock=lock, tick=tick)
-        if not paths.result.exists():
-            if paths.failure.exists():
+        if not is_there(paths.result):
+            if is_there(paths.failure):
                 raise reraise(read_record(paths.failure, EvalFailure).failure)
             if code == Interrupted.exit_code:
                 problem = f"the evaluation was stopped; its answers so far are kept. {log_tail(run.log)}"
@@ -141,6 +147,33 @@ def evaluate(
         shutil.rmtree(paths.earlier)
     note_scores(where, result)
     return result
+
+
+def _write_known_answers(
+    where: StageDir, paths: EvalPaths, request: EvalRequest, limits: "BatchLimits | None", answers: Sequence[str] | None
+) -> EvalRequest:
+    """Those that were made elsewhere, or for another task. Returns the request with its batch limit, which takes a
+    rehearsal, where anything is left to generate."""
+    is_own = answers is not None or isinstance(request.evaluation.task, LmEval)
+    taken = {} if is_own else answers_of_other_tasks(where, request)
+    if answers is None and not taken:
+        request = request if limits is None else replace(request, batch_limit=limits.find(request))
+        _set_others_aside(where, paths, request)
+        return request
+    rows = eval_rows.rows_of(RunDir(where.run), request.subject)
+    task = make_task(request.evaluation, form=request.subject.form, base=paths.folder, run=where.run)
+    asked = [at for at, row in enumerate(rows) if is_asked(row, request.evaluation.sources)]
+    chosen = sample(rows, request.evaluation.limit, among=asked)
+    taken = {at: taken[at] for at in chosen if at in taken} if needs_only_answers(task, rows) else {}
+    if answers is None and limits is not None and len(taken) < len(chosen):
+        request = replace(request, batch_limit=limits.find(request))
+    _set_others_aside(where, paths, request)
+    if answers is not None:
+        eval_rows.write_answers(task, request, paths, answers, rows)
+    elif taken:
+        write_record(paths.request, request)  # first: items that a kill leaves behind are known by their request
+        write_taken(where, paths, task, rows, taken)
+    return request
 
 
 def _set_others_aside(where: StageDir, paths: EvalPaths, request: EvalRequest) -> None:
@@ -172,7 +205,7 @@ def label_apart(run: RunDir, requests: Sequence[EvalRequest], rows: EvalRows) ->
     what is scored already: other rows, another device or other settings never overwrite a run's own scores."""
     where = stage_of(run)
     own_device = eval_subjects.run_subject(where, "base").device
-    declared = read_record(where.stage, Stage).evaluate if where.stage.exists() else ()
+    declared = read_record(where.stage, Stage).evaluate if is_there(where.stage) else ()
     found: dict[tuple[str, str], EvalRequest] = {}
     for request in requests:
         one = request.evaluation
@@ -206,7 +239,7 @@ class BatchLimits:
 
     def find(self, request: EvalRequest) -> EvalBatchLimit:
         subject, evaluation, where = request.subject, request.evaluation, stage_of(self.run)
-        if where.stage.exists() and (self.as_planned or subject.device == "cpu"):
+        if is_there(where.stage) and (self.as_planned or subject.device == "cpu"):
             stage, needs = read_record(where.stage, Stage), attrgetter("label", "batch", "max_new_tokens", "task")
             if needs(evaluation) in map(needs, stage.evaluate) and evaluation.label in stage.eval_limits:
                 return stage.eval_limits[evaluation.label]
@@ -253,7 +286,7 @@ def track_scores(where: StageDir, say: Say) -> Iterator[None]:
     try:
         yield
     finally:
-        trackers = read_record(where.stage, Stage).trackers if where.stage.exists() else ()
+        trackers = read_record(where.stage, Stage).trackers if is_there(where.stage) else ()
         if trackers and where.evals.exists() and where.evals.stat().st_size > before:
             with Tracking(where, trackers, failed, lines=where.evals, offset=before):
                 pass
@@ -307,6 +340,8 @@ def open_evaluation(args: EvalArgs) -> EvalRequests:
             return _requests(open_run(target), args)
     elif args.answers is None:
         raise RunError("there is nothing to score", f"name {FORMS}; or give answers that exist with --answers FILE")
+    if args.target is not None:
+        eval_subjects.refuse_what_has_not_run(args.target, args.runs)
     # a run knows its rows and its tasks; a model knows neither
     if missing := [name for name, value in (("--data FILE", args.data), ("--task NAME", args.tasks)) if not value]:
         known = f"{args.target} is not a run directory, and a model knows" if args.target else "a file of answers knows"
@@ -352,8 +387,9 @@ def _requests(run: RunDir, args: EvalArgs) -> EvalRequests:
         subject = replace(eval_subjects.without_model(subject, name, digest), tuning=Full(kind="full"))
         request = partial(EvalRequest, checkpoint=eval_rows.answers_name(args.answers), batch_limit=NOT_PLANNED)
         requests = [request(evaluation=one, subject=subject) for one in evaluations]
-    eval_rows.require_readable(run, requests[0].subject, evaluations)
-    return EvalRequests(run=run, requests=label_apart(run, requests, rows), rows=rows, answers=answers)
+    warned = eval_rows.require_readable(run, requests[0].subject, evaluations)
+    labelled = label_apart(run, requests, rows)
+    return EvalRequests(run=run, requests=labelled, rows=rows, answers=answers, warnings=warned)
 
 
 def evaluations_of(run: RunDir, named: Iterable[Evaluation] = (), *, rows: EvalRows | None = None) -> list[Evaluation]:
@@ -371,7 +407,7 @@ def evaluations_of(run: RunDir, named: Iterable[Evaluation] = (), *, rows: EvalR
 def declared_by(run: RunDir) -> list[Evaluation]:
     """In the spec of a run; for a run that only evaluates, what it was asked before."""
     where = stage_of(run)
-    if not where.eval_stage.exists():
+    if not is_there(where.eval_stage):
         return list(read_record(where.stage, Stage).evaluate)
     found: dict[str, Evaluation] = {}
     for paths in where.evaluations():

@@ -24,7 +24,8 @@ import torch
 from finefit import errors
 from finefit.artifacts.atomic import report_disk_full
 from finefit.artifacts.processes import RankEnv, chosen_variables, on_stop_signals, without_rank_env
-from finefit.artifacts.records import Failure, StageMemory, read_record
+from finefit.artifacts.reading import open_to_append
+from finefit.artifacts.records import Failure, StageMemory, read_if_there, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.artifacts.stage_records import Stage, StageResult
 from finefit.errors import FinefitError, Interrupted, SpecError, WorkerDied
@@ -147,7 +148,8 @@ def failure_of_other_rank(where: StageDir, size: int) -> FinefitError | None:
 
 def _failure(where: StageDir, rank: int) -> Failure | None:
     path = where.result_of(rank)
-    return read_record(path, StageResult).failure if path.exists() else None
+    found = read_if_there(path, StageResult)
+    return None if found is None else found.failure
 
 
 def require_cards(device: str, devices: int) -> None:
@@ -170,7 +172,7 @@ def free_port() -> int:
 def _start(
     module: str, argument: Path, *, log: Path, lock: int, environment: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    with report_disk_full(log), log.open("ab") as output:
+    with report_disk_full(log), open_to_append(log) as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", module, str(argument)],
             stdin=subprocess.PIPE,

@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from finefit.artifacts.atomic import Journal, write_text
 from finefit.artifacts.checkpoint import list_checkpoints, step_of
 from finefit.artifacts.forecasts import Plan, Resolved
-from finefit.artifacts.records import Amendment, Facts, Run, read_record, write_record
+from finefit.artifacts.reading import read_text
+from finefit.artifacts.records import Amendment, Facts, Run, read_record, read_spec, write_record
 from finefit.artifacts.rundir import RunDir, stage_of
 from finefit.artifacts.stage_records import Stage
 from finefit.errors import ModelError, RunError
@@ -19,7 +20,7 @@ from finefit.plan.resolve import Leaves, leaves, resolve
 from finefit.plan.target import nodes_of
 from finefit.run.cache_inputs import outside_inputs
 from finefit.run.create import between
-from finefit.spec.load import parse_spec, spec_from_json, spec_to_json
+from finefit.spec.load import parse_spec, spec_to_json
 from finefit.spec.models import CustomModel, FolderModel, HubModel, Model
 from finefit.spec.pipeline import Pipeline
 from finefit.spec.schema import DeepSpeed, Spec
@@ -41,7 +42,7 @@ _PATHS = (*_MODEL_PATHS, *_DATA_PATHS, "tuning.adapter", "engine.config")
 def amend(run: RunDir, overrides: tuple[str, ...], *, asked: Spec | None = None, dry: bool = False) -> list[str]:
     """Checks that a training's inputs are those that it began with, takes over what may change, and returns lines that
     say it. The caller holds the run's lock, unless `dry`: nothing is written then. `asked`: the parsed spec."""
-    before = spec_from_json(run.spec_json.read_text(encoding="utf-8"))
+    before = read_spec(run)
     asked = asked or parse_again(run, overrides)
     after = _with_paths(asked, before, overrides, run.path)
     old, new = ({key: value for key, value, _ in leaves(moved(spec, lambda _: ""))} for spec in (before, after))
@@ -75,13 +76,13 @@ def amend(run: RunDir, overrides: tuple[str, ...], *, asked: Spec | None = None,
 def parse_again(run: RunDir, overrides: tuple[str, ...] = ()) -> Spec:
     """The spec that a training was started with, with all overrides since."""
     overrides = (*read_record(run.run, Run).overrides, *overrides)
-    return parse_spec(run.spec_yaml.read_text(encoding="utf-8"), where=str(run.spec_yaml), overrides=overrides)
+    return parse_spec(read_text(run.spec_yaml), where=str(run.spec_yaml), overrides=overrides)
 
 
 def follow(run: RunDir, spec: Spec) -> list[str]:
     """Takes over what a spec with the digest of this training says differently now: who starts and tracks it, and where
     its model and adapter lie. The paths of `spec` are relative to the run directory, whose lock the caller holds."""
-    before = spec_from_json(run.spec_json.read_text(encoding="utf-8"))
+    before = read_spec(run)
     if read_record(run.run, Run).status == "finished":
         return []
     document, keys = json.loads(spec_to_json(spec)), ("launcher", "trackers")

@@ -20,7 +20,15 @@ from finefit import __version__
 from finefit.artifacts import atomic, records
 from finefit.artifacts.forecasts import Plan
 from finefit.artifacts.processes import run_lock
-from finefit.artifacts.records import CacheInputs, FinishedStage, Run, StageMemory, read_record, write_record
+from finefit.artifacts.records import (
+    CacheInputs,
+    FinishedStage,
+    Run,
+    StageMemory,
+    read_if_there,
+    read_record,
+    write_record,
+)
 from finefit.artifacts.rundir import RunDir, StageDir, is_pipeline, stage_of
 from finefit.artifacts.stage_records import Stage, StageResult
 from finefit.errors import DiskFull, FinefitError, Interrupted, RunError
@@ -253,8 +261,9 @@ class _StageRunner:
         where = stage_of(run)
         result = read_record(where.result, StageResult)
         # noted by the worker before its first step
-        notes = [line for line in atomic.read_lines(where.memory) if line.get("instant") == "loaded"]
-        loaded = int(notes[-1]["reserved_bytes" if device == "cuda" else "resident_bytes"]) if notes else None
+        key = "reserved_bytes" if device == "cuda" else "resident_bytes"
+        notes = [line for line in atomic.read_lines(where.memory) if line.get("instant") == "loaded" and key in line]
+        loaded = int(notes[-1][key]) if notes else None
         memory = meter.settled(loaded=loaded, peak=result.peak_bytes)
         summary = {"checkpoint": result.checkpoint, "steps": result.step, "tokens": result.tokens}
         summary |= {"parameters": result.parameters, "trainable_parameters": result.trainable_parameters}
@@ -263,7 +272,7 @@ class _StageRunner:
     def _train_and_evaluate(self, run: RunDir, lock: int, view: View, tick: Tick) -> None:
         where = stage_of(run)
         stage = read_record(where.stage, Stage)
-        before = read_record(where.result, StageResult) if where.result.exists() else None
+        before = read_if_there(where.result, StageResult)
         if before is None or before.failure is not None or before.step != stage.total_steps:
             where.result.unlink(missing_ok=True)
             code = self.train(where, stage, lock, tick)

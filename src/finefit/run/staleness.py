@@ -15,7 +15,16 @@ from uuid import uuid4
 
 from finefit.artifacts import records
 from finefit.artifacts.forecasts import Forecast
-from finefit.artifacts.records import CacheInputs, FinishedStage, PipelineState, Run, read_or_none, read_record
+from finefit.artifacts.records import (
+    CacheInputs,
+    FinishedStage,
+    PipelineState,
+    Run,
+    read_or_none,
+    read_pipeline,
+    read_record,
+    read_spec,
+)
 from finefit.artifacts.rundir import RunDir, StageDir, is_pipeline, is_run, other_version, runs_named
 from finefit.errors import FindingError, RunError
 from finefit.plan.stage_forecasts import forecast_trainings
@@ -23,7 +32,6 @@ from finefit.preflight import StageFinding, require_no_errors
 from finefit.preflight.training import forecaster_here
 from finefit.run.cache_inputs import differences, key_of, sizes_in, stage_inputs
 from finefit.run.check_stages import below, check_pipeline
-from finefit.spec.load import pipeline_from_json, spec_from_json
 from finefit.spec.pipeline import Pipeline, needs
 from finefit.spec.stages import AnyStage, EvaluateStage, TrainStage
 
@@ -90,11 +98,11 @@ class Stages:
 
 
 def open_stages(run: RunDir) -> Stages:
-    text, here = run.spec_json.read_text(encoding="utf-8"), run.path.resolve()
+    here = run.path.resolve()
     if not is_pipeline(run.path):
-        return Stages(pipeline=Pipeline.of(spec_from_json(text)), base=here, runs=here.parent, run=run)
+        return Stages(pipeline=Pipeline.of(read_spec(run)), base=here, runs=here.parent, run=run)
     command = read_record(run.state, PipelineState).command
-    return Stages(pipeline=pipeline_from_json(text), base=here, runs=here.parent, run=run, command=command)
+    return Stages(pipeline=read_pipeline(run), base=here, runs=here.parent, run=run, command=command)
 
 
 def command_id(state: PipelineState, forced: Collection[str]) -> str:

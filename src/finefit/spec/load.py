@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 
 from finefit.errors import SpecError
-from finefit.spec import reader
+from finefit.spec import foreign, reader
 from finefit.spec.pipeline import Pipeline
 from finefit.spec.reader import KeyPath, Place, Reader, SpecProblem
 from finefit.spec.schema import Spec
@@ -22,6 +22,9 @@ from finefit.spec.stages import TrainStage
 
 _LINES_OF_A_FILE = 10_000_000
 _AFTER_ALL_FILES = 1_000_000_000
+MAX_SPEC_BYTES = 1 << 20
+_DATA_ENDINGS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 S = TypeVar("S", bound=BaseModel)
 _OVERRIDE = re.compile(r"([\w-]{1,64}(?:\.[\w-]{1,64})*)=(.*)", re.ASCII | re.DOTALL)
 
@@ -55,10 +58,19 @@ def parse_any(text: str, *, where: str, overrides: Sequence[str] = ()) -> Spec |
         draft.set(override, (_AFTER_ALL_FILES + number, f"--set {override}"))
     if not isinstance(draft.values, dict):
         raise _spec_error(draft.problems)
+    if (tool := foreign.tool_of(draft.values)) is not None:
+        raise SpecError(f"{where} is a config of {tool}, which finefit does not read", foreign.remedy(draft.values))
+    is_named = "name" in draft.values
+    draft.values.setdefault("name", _name_of(Path(where)))
+    found: Spec | Pipeline
     if "stages" not in draft.values:
-        return _validated(json.dumps(draft.values), draft.places, draft.problems, Spec)
-    draft.spread_defaults()
-    return _validated(json.dumps(draft.values), draft.places, draft.problems, Pipeline)
+        found = _validated(json.dumps(draft.values), draft.places, draft.problems, Spec)
+    else:
+        draft.spread_defaults()
+        found = _validated(json.dumps(draft.values), draft.places, draft.problems, Pipeline)
+    if not is_named:  # a default is not shown as if the user had written it
+        found.model_fields_set.discard("name")
+    return found
 
 
 def whole_text(path: Path) -> str:
@@ -72,9 +84,24 @@ def whole_text(path: Path) -> str:
     return f"# This file merged with {names}. As it was written:\n#\n{lines}\n{dumped(draft.values)}"
 
 
+def _name_of(path: Path) -> str:
+    """The default name of a run: that of its spec file, as far as it can be one."""
+    return _NOT_IN_NAMES.sub("-", path.stem).strip("-._")[:64] or "run"
+
+
 def _text(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        if path.name.lower().removesuffix(".gz").endswith(_DATA_ENDINGS) and not path.is_dir():
+            raise _data_file(path)
+        if path.exists() and not path.is_file():  # a device or a pipe may never end
+            kind = "a folder" if path.is_dir() else "not a regular file"
+            raise SpecError(f"{path} is {kind}, and a spec is a YAML file", "give the path of the file")
+        with path.open("rb") as file:
+            content = file.read(MAX_SPEC_BYTES + 1)
+        if len(content) > MAX_SPEC_BYTES:
+            problem = f"{path} is larger than {MAX_SPEC_BYTES >> 20} MiB, and a spec is a short YAML file"
+            raise SpecError(problem, "give the spec, and name large files in it by their paths")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line, byte = error.object[: error.start].count(b"\n") + 1, error.object[error.start]
         raise SpecError(f"{path}:{line}: byte 0x{byte:02x} is not UTF-8 text; save the file as UTF-8") from error
@@ -84,10 +111,18 @@ def _text(path: Path) -> str:
         except OSError as reason:
             there = f"its folder cannot be listed either ({reason.strerror})"
         else:
-            there = reader.nearest(path.name, names) or f"the folder holds {', '.join(names[:10]) or 'no .yaml file'}"
+            there = reader.nearest(path.name, names) or "`finefit recipes` lists specs to start from"
         raise SpecError(f"{path}: there is no such file; {there}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise SpecError(f"{path}: cannot be read ({error}); give a YAML file") from error
+
+
+def _data_file(path: Path) -> SpecError:
+    if not path.exists():
+        return SpecError(f"{path}: there is no such file, and a spec is a YAML file", "give the path of a spec")
+    problem = f"{path} is a data file, and finefit reads a spec, which names the data and the model"
+    smallest = f"model: {{kind: embedded, name: smollm2-135m}}\ndata: {{train: [{{path: {_inline(str(path))}}}]}}"
+    return SpecError(problem, f"write this to spec.yaml, with your model, and give spec.yaml instead:\n{smallest}")
 
 
 def _read(text: str, path: Path, above: tuple[Path, ...] = ()) -> "_Draft":

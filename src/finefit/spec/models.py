@@ -8,6 +8,8 @@ from finefit.spec import Part
 
 
 class HubModel(Part):
+    """A model of the Hugging Face hub, downloaded once."""
+
     kind: Literal["hub"]
     id: str
     """Repository on the hub, `owner/name`."""
@@ -16,18 +18,24 @@ class HubModel(Part):
 
 
 class FolderModel(Part):
+    """A model on this machine."""
+
     kind: Literal["folder"]
     path: str
     """A folder that transformers can load, relative to the spec file."""
 
 
 class EmbeddedModel(Part):
+    """A small model to try things with."""
+
     kind: Literal["embedded"]
     name: Literal["smollm2-135m"]
     """A model that an installed package contains: nothing is downloaded."""
 
 
 class ShapeModel(Part):
+    """The architecture of a model without its weights, to plan with."""
+
     kind: Literal["shape"]
     config: dict[str, Any]
     """The contents of a `config.json`, with `model_type`: enough to plan, but nothing to train."""
@@ -60,6 +68,8 @@ Model = Annotated[HubModel | FolderModel | EmbeddedModel | ShapeModel | CustomMo
 
 
 class Lora(Part):
+    """Low-rank adapters are trained, and the weights of the model stay as they are."""
+
     kind: Literal["lora"]
     rank: int = Field(16, ge=1)
     """Rank of every adapter; memory and capacity grow linearly with it."""
@@ -67,9 +77,9 @@ class Lora(Part):
     """Adapter outputs are scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: Layers | dict[Tower, Layers] = "all-linear"
-    """`all-linear` (every linear layer but the head), or names of linear layers such as [q_proj, v_proj]. In a
-    vision-language model these are of the language tower; others are named by tower: {language: all-linear, vision:
-    [qkv], projector: all-linear}."""
+    """`all-linear` (every linear layer but the head; the plan names those that cannot carry an adapter and are left
+    out), or names of linear layers such as [q_proj, v_proj]. In a vision-language model these are of the language
+    tower; others are named by tower: {language: all-linear, vision: [qkv], projector: all-linear}."""
     base_bits: Literal[4, 8] | None = None
     """4: the frozen weights in NF4, 8: in 8 bits (both need bitsandbytes). Lossy, so never chosen automatically."""
     rank_stabilised: bool = False
@@ -84,10 +94,14 @@ class Lora(Part):
 
 
 class Full(Part):
+    """All weights are trained."""
+
     kind: Literal["full"]
 
 
 class Subset(Part):
+    """The weights of some modules are trained."""
+
     kind: Literal["subset"]
     trainable: tuple[str, ...] = Field(min_length=1)
     """Modules whose weights are trained, by name, with `*` for a part of it: [layers.*.mlp]. All else stays unchanged,

@@ -119,7 +119,7 @@ class Pipeline(Common):
         if not self.is_flat:
             common["name"] = f"{self.name}-{name}"[:64]
         own = {key: getattr(stage, key) for key in Training.model_fields} | {"tuning": tuning}
-        given = (stage.model_fields_set & own.keys()) | (self.model_fields_set & common.keys()) | {"name", "model"}
+        given = (stage.model_fields_set & own.keys()) | (self.model_fields_set & common.keys()) | {"model"}
         more = self._flat or {}
         return Spec.model_construct(_fields_set=given | more.keys(), **common, **own, **more, model=model)
 

@@ -18,6 +18,8 @@ from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML, events
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from finefit.spec import foreign
+
 KeyPath = tuple[str | int, ...]
 Place = tuple[int, str]  # its rank in the message, and the label that the user sees
 
@@ -140,6 +142,8 @@ def schema_problems(
     """One problem for each key of `root`, so a union none of whose members fits is reported once."""
     found: dict[KeyPath, SpecProblem] = {}
     for error in sorted(errors, key=lambda error: error["type"] in _GIVES_WAY):
+        if error["type"] == "default_factory_not_called":  # the key that the default depends on is reported
+            continue
         path, problem, remedy = _worded(error, root)
         is_told = path in found or (error["type"] in _GIVES_WAY and any(known[: len(path)] == path for known in found))
         if not is_told:
@@ -160,6 +164,8 @@ def _worded(error: ErrorDetails, root: type[BaseModel]) -> tuple[KeyPath, str, s
             keys = list(fields_of(_declared(error["loc"][:-1], root, chosen=True)[1]))
             if str(path[-1]).isdigit():  # `{max_tokens: 262,144}` is two entries to YAML
                 return path, "there is no such key", "was a number cut by its comma? write it without, as in 262144"
+            if (place := foreign.PLACES.get(str(path[-1]))) is not None:
+                return path, "there is no such key", f"finefit calls it `{place}`"
             return path, "there is no such key", nearest(str(path[-1]), keys) or f"the keys here are {listed(keys)}"
         case "union_tag_not_found":
             return (*path, "kind"), "missing", f"give {listed(_choices(declared))}"
@@ -185,6 +191,8 @@ def _worded(error: ErrorDetails, root: type[BaseModel]) -> tuple[KeyPath, str, s
         case "finite_number":
             return path, f"{said} is not finite", f"{wanted} is needed"
         case kind if kind.endswith("_type"):
+            if written := _in_full(value, declared):
+                return path, f"{said} is {NAMED[type(value)]}", f"write {written}"
             return path, f"{said} is {NAMED[type(value)]}", f"{wanted} is needed{_mended(value, kind)}"
         case _:
             return path, f"{said} is not accepted", error["msg"]
@@ -202,6 +210,22 @@ def _mended(value: Any, kind: str) -> str:
         value = int(value)
     fits = type(value) is int or (kind == "float_type" and type(value) is float)
     return f": write {value}" if fits else ""
+
+
+def _in_full(value: Any, annotation: Any) -> str | None:
+    """`train: chat.jsonl` was meant as a list of a source with this path, `model: owner/name` as a model of the hub."""
+    for member in (_members(annotation) or [annotation]) if isinstance(value, str) else ():
+        fields = fields_of(_bare(member))
+        if "kind" in fields and "id" in fields:
+            is_path = value.startswith((".", "/", "~")) or value.count("/") != 1
+            return f"{{kind: folder, path: {value}}}" if is_path else f"{{kind: hub, id: {value}}}"
+        if "path" in fields and "kind" not in fields:
+            return f"{{path: {value}}}"
+        if "train" in fields and (rows := _in_full(value, fields["train"])):
+            return f"{{train: {rows}}}"
+        if get_origin(_bare(member)) is tuple and (item := _in_full(value, get_args(_bare(member))[0])):
+            return f"[{item}]"
+    return None
 
 
 def _declared(loc: Sequence[str | int], root: type[BaseModel], *, chosen: bool = False) -> tuple[KeyPath, Any]:
@@ -272,7 +296,8 @@ def _wanted(annotation: Any) -> str:
     if (members := _members(annotation)) and all("kind" in fields_of(member) for member in members):
         return f"a mapping with {listed(f'kind: {choice}' for choice in _choices(annotation))}"
     if members:
-        return " or ".join(_wanted(_bare(member)) for member in get_args(annotation))
+        kinds = [member for member in get_args(annotation) if not (member is int and float in members)]
+        return " or ".join(_wanted(_bare(member)) for member in kinds)
     if keys := fields_of(_bare(annotation)):
         return f"a mapping with the keys {listed(keys)}"
     return listed(_choices(annotation)) or _WANTED.get(get_origin(annotation) or annotation, "`null`")

@@ -4,11 +4,11 @@ import re
 from pathlib import PurePath
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from finefit.spec import LABEL, Every, Part, Period, Share, require_labels
 from finefit.spec.data import Data
-from finefit.spec.models import Model, Tuning
+from finefit.spec.models import Full, Lora, Model, Subset, Tuning
 from finefit.spec.tasks import CustomTask, Judge, Task
 
 
@@ -42,6 +42,8 @@ class Router(Part):
 
 
 Objective = Annotated[Sft | Dpo | Router, Field(discriminator="kind")]
+_LR_LIMIT = 0.1
+"""No training with AdamW that is known to work comes near it."""
 
 
 class AdamW(Part):
@@ -49,7 +51,7 @@ class AdamW(Part):
     """`adamw_8bit` (needs bitsandbytes and a CUDA device) stores both moments in 8 bits: lossy, 2 bytes per trained
     parameter instead of 8. `paged_`: the moments move to host memory when the card is full."""
     lr: float = Field(gt=0)
-    """The peak of the schedule; never scaled by batch or number of cards."""
+    """The peak of the schedule, below 0.1; never scaled by batch or number of cards."""
     weight_decay: float = Field(0.0, ge=0)
     """Applied to matrices, not to biases and norms."""
     betas: tuple[Share, Share] = (0.9, 0.999)
@@ -57,20 +59,39 @@ class AdamW(Part):
     clip: float | None = Field(1.0, gt=0)
     """Largest norm of the whole gradient; `null` for no clipping."""
 
+    @field_validator("lr")
+    @classmethod
+    def _can_converge(cls, lr: float) -> float:
+        if lr >= _LR_LIMIT:
+            problem = f"{lr:g} is far above what AdamW can train with, so it looks like a typing mistake"
+            remedy = f"give less than {_LR_LIMIT:g}: 2e-4 is usual for LoRA, 1e-5 for whole weights"
+            raise ValueError(f"{problem}; {remedy}")
+        return lr
+
+
+def default_optimizer(tuning: Lora | Full | Subset) -> AdamW:
+    """AdamW with a usual learning rate: adapters start at zero and take larger steps than whole weights."""
+    return AdamW(lr=2e-4 if isinstance(tuning, Lora) else 1e-5)
+
 
 class Schedule(Part):
     kind: Literal["cosine", "linear", "constant"] = "cosine"
-    epochs: int | None = Field(None, ge=1)
+    epochs: int | float | None = Field(None, gt=0)
+    """Passes over the training rows; 0.5 is the first half of the steps of one."""
     steps: int | None = Field(None, ge=1)
     warmup: Share | Annotated[int, Field(ge=1)] = 0.03
     """The learning rate rises from 0 over a share of all steps (below 1), or over a whole number of steps."""
 
     @model_validator(mode="after")
-    def _one_length(self) -> "Schedule":
+    def _one_length(self) -> Self:
         if self.epochs is not None and self.steps is not None:
             remedy = "keep one (on the command line, --set schedule.epochs=null removes the other)"
             raise ValueError(f"epochs and steps are both given; {remedy}")
         return self
+
+    def num_steps(self, per_epoch: int) -> int:
+        """At least one, however small a part of an epoch is asked for."""
+        return self.steps or max(1, round((self.epochs or 1) * per_epoch))
 
 
 class Save(Part):
@@ -238,7 +259,7 @@ class Common(Part):
     """Keys that are given once, for one stage or many."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """Names the run directory: runs/<name>-<n>."""
+    """Names the run directory: runs/<name>-<n>. By default the name of the spec file."""
     seed: int = Field(42, ge=0, lt=2**32)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a CUDA device if there is one. `cuda` without one is an error."""
@@ -255,10 +276,11 @@ class Common(Part):
 class Training(Part):
     """What is trained and how, from any starting model."""
 
-    tuning: Tuning
+    tuning: Tuning = Lora(kind="lora")
     data: Data
     objective: Objective = Sft(kind="sft")
-    optimizer: AdamW
+    optimizer: AdamW = Field(default_factory=lambda asked: default_optimizer(asked["tuning"]))
+    """By default AdamW with lr 2e-4 for LoRA, and with lr 1e-5 for any other tuning."""
     schedule: Schedule = Schedule(epochs=1)
     global_batch: int = Field(16, ge=1)
     """Rows per optimizer step. The planner never changes it."""

@@ -54,6 +54,15 @@ class _Sampler:
     """A digest of device, precision and versions: only answers made the same way are reused."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SampledLine:
+    """A batch of answers in the journal, each with its number."""
+
+    by: str
+    split: str
+    answers: list[tuple[int, str]]
+
+
 def make(job: StageJob, out: Path) -> dict[str, Any]:
     """The journal beside `out` may hold answers of a process that was killed."""
     stage = job.stage
@@ -161,9 +170,9 @@ def _scored(sampler: _Sampler, split: str, rows: Sequence[Row]) -> list[tuple[Ro
     asked = [(row, sample) for row in rows for sample in range(each)]
     texts = {
         at: text
-        for line in read_lines(sampler.journal)
-        if (line["by"], line["split"]) == (sampler.by, split)
-        for at, text in line["answers"]
+        for line in read_lines(sampler.journal, _SampledLine)
+        if (line.by, line.split) == (sampler.by, split)
+        for at, text in line.answers
     }
     todo = [at for at in range(len(asked)) if at not in texts]
     with Journal(sampler.journal) as journal:

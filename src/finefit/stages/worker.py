@@ -4,7 +4,6 @@ half-made output is made again."""
 
 import logging
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from finefit.artifacts.processes import on_stop_signals, when_launcher_ends
 from finefit.artifacts.records import Failure, StageJob, StageOutcome, read_record, write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.errors import DiskFull, FinefitError, Interrupted
+from finefit.facts.machine import read_peak_resident_bytes
 
 Make = Callable[[StageJob, Path], dict[str, Any]]
 """Fills a folder and returns a summary."""
@@ -64,8 +64,4 @@ def _peak_bytes(device: str) -> int:
     if device == "cuda":
         torch = sys.modules.get("torch")
         return 0 if torch is None else int(torch.cuda.max_memory_reserved())
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
-    # on Linux ru_maxrss starts at what the parent process held
-    return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    return read_peak_resident_bytes()

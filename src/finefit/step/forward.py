@@ -133,12 +133,18 @@ class _LanguageOutput:
 
 
 class _FixedOutput(nn.Module):
-    def __init__(self, output: Any) -> None:
+    """In the backbone's place, with all other attributes of the backbone: Falcon-H1 scales its logits by one."""
+
+    def __init__(self, output: Any, backbone: nn.Module) -> None:
         super().__init__()
         self.output = output
+        vars(self)["backbone"] = backbone  # not a part of this module
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["backbone"], name)
 
 
 def logits_after(causal: nn.Module, hidden_BTH: Tensor, answer: Callable[..., Any] = _LanguageOutput) -> Tensor:
@@ -146,7 +152,7 @@ def logits_after(causal: nn.Module, hidden_BTH: Tensor, answer: Callable[..., An
     is that of a vision-language model outside training."""
     name = str(causal.base_model_prefix)
     backbone = getattr(causal, name)
-    setattr(causal, name, _FixedOutput(answer(last_hidden_state=hidden_BTH)))
+    setattr(causal, name, _FixedOutput(answer(last_hidden_state=hidden_BTH), backbone))
     try:
         found: Tensor = causal(inputs_embeds=hidden_BTH, use_cache=False).logits
     finally:

@@ -49,6 +49,10 @@ class BatchLoader:
         self._ahead = (step + 1, self._submit(step + 1)) if step + 1 < self._total_steps else None
         return batches, waited
 
+    def ahead(self) -> list[Batch]:
+        """The batches of the step after the one that was taken last, if there is one and its levers are the same."""
+        return self._ahead[1].result() if self._ahead else []
+
     def change(self, make: MakeBatches) -> None:
         """From the next step that is taken; what was made ahead is dropped."""
         if self._ahead is not None:

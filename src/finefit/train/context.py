@@ -26,6 +26,7 @@ from finefit.data.batch_workers import BatchWorkers
 from finefit.data.collate import Collator
 from finefit.data.examples import TrainRow
 from finefit.errors import Interrupted
+from finefit.facts.machine import read_peak_resident_bytes
 from finefit.facts.nvml import CardUsage
 from finefit.objective.batch import Batch, Forward, Objective
 from finefit.step.engine import Engine
@@ -131,6 +132,12 @@ class StopRequest:
         return next(str(reason) for reason in ranks.gather(self.reason) if reason is not None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LeverChange:
+    step: int
+    levers: Levers
+
+
 class LeverChanges:
     """The levers that OOM recovery has set, by step: a run that resumes from before changes them at the same step."""
 
@@ -139,7 +146,7 @@ class LeverChanges:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "lever_changes.jsonl"
-        self._known = [(int(line["step"]), Levers(**line["levers"])) for line in read_lines(self._path)]
+        self._known = [(line.step, line.levers) for line in read_lines(self._path, _LeverChange)]
 
     def at(self, state: TrainState) -> Levers:
         """Those of the step after `state`."""
@@ -198,3 +205,12 @@ class TrainContext:
     spikes: SpikeDetector
     watchdog: Watchdog
     usage: CardUsage
+    measured_card: str | None = None
+    """The card whose worst batch is tried and compared with the prediction. None for several ranks, where one that ran
+    out of memory would leave the others waiting, and on a CPU, where the system would kill the process: its result
+    compares what the run itself held."""
+
+
+def peak_bytes(device: str) -> int:
+    """Of this process so far: reserved on its card, resident on a CPU."""
+    return torch.cuda.max_memory_reserved() if device == "cuda" else read_peak_resident_bytes()

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from finefit.artifacts.records import Levers
 from finefit.artifacts.stage_records import Best, LossScale, TrainState
 from finefit.data.order import rows_of_step
 from finefit.errors import Diverged, FinefitError, Interrupted
@@ -18,7 +19,15 @@ from finefit.step.optimize import StepOutcome, learning_rate, optimizer_step
 from finefit.step.state import random_state, restore_random
 from finefit.train.batches import BatchLoader, StepBatches, StepShare, batch_maker, on_device, share_step
 from finefit.train.context import TrainContext
-from finefit.train.oom_recovery import OutOfMemory, attempt, measure_worst_batch, recover, validate_with_recovery
+from finefit.train.oom_recovery import (
+    OutOfMemory,
+    attempt,
+    holds_worst_batch,
+    measure_worst_batch,
+    record_measurement,
+    recover,
+    validate_with_recovery,
+)
 from finefit.train.reference import require_dpo_start
 from finefit.train.saver import agreed_checkpoint
 from finefit.train.validation import LOSS
@@ -30,6 +39,7 @@ def train(ctx: TrainContext, state: TrainState) -> TrainState:
         require_dpo_start(ctx)
     with BatchLoader(batch_maker(ctx, state.levers), total_steps=stage.total_steps) as loader:
         saved = validated = time.monotonic()
+        awaited: Levers | None = None
         while state.step < stage.total_steps:
             if (reason := ctx.stop.agreed(ctx.ranks)) is not None:
                 _save(ctx, state)
@@ -38,8 +48,14 @@ def train(ctx: TrainContext, state: TrainState) -> TrainState:
             done, state = state.step, _one_step(ctx, state, loader)
             if state.step <= done:  # the same rows again, or an earlier step: nothing is due
                 continue
-            if state.step == 1 and stage.device == "cuda":
-                measure_worst_batch(ctx, state.levers)
+            if state.step == 1 and ctx.measured_card is not None:
+                # the first step had no optimizer state yet; where the second is as large as any, it is the measurement
+                if holds_worst_batch(ctx, state.levers, loader.ahead()):
+                    awaited = state.levers
+                else:
+                    measure_worst_batch(ctx, state.levers)
+            elif state.step == 2 and state.levers == awaited:
+                record_measurement(ctx, step=2)
             save = state.step == stage.total_steps or _due(ctx, stage.save.every, state.step, saved)
             every = stage.validate_every
             if ctx.validation and (save or (every is not None and _due(ctx, every, state.step, validated))):

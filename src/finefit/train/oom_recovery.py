@@ -3,7 +3,8 @@ repeat the same rows, fewer at once. The global batch, its count and its loss do
 is pulled does the run stop, resumable."""
 
 import gc
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
@@ -12,19 +13,20 @@ from torch import Tensor
 
 from finefit.artifacts.cache import Measurement, keep_measurement
 from finefit.artifacts.forecasts import Plan
+from finefit.artifacts.reading import is_there
 from finefit.artifacts.records import Levers, read_record
 from finefit.artifacts.rundir import RunDir
 from finefit.artifacts.stage_records import TrainState
 from finefit.data.collate import largest_row
 from finefit.errors import Resumable, is_out_of_memory
-from finefit.facts.cards import find_kind
+from finefit.objective.batch import Batch
 from finefit.spec.schema import DeepSpeed
 from finefit.step.engine import Engine
 from finefit.step.levers import layers_of
 from finefit.step.optimize import optimizer_step
 from finefit.step.state import random_state, restore_random
 from finefit.train.batches import capacity_under, cut_batches, on_device
-from finefit.train.context import TrainContext
+from finefit.train.context import TrainContext, peak_bytes
 from finefit.train.ranks import ONE_RANK, Ranks
 from finefit.train.saver import agreed_checkpoint
 from finefit.train.validation import validate
@@ -174,7 +176,7 @@ def _out_of_memory_on_rank(ctx: TrainContext, levers: Levers, oom: OutOfMemory) 
 
 def _suggestions(ctx: TrainContext) -> str:
     plan = RunDir(ctx.saver.where.run).plan
-    forecast = read_record(plan, Plan).forecasts.get(ctx.stage.name) if plan.exists() else None
+    forecast = read_record(plan, Plan).forecasts.get(ctx.stage.name) if is_there(plan) else None
     found = [
         f"--set {' --set '.join(s.changes)} saves {s.saves_bytes / 2**30:.2f} GiB ({s.price})"
         for s in (forecast.suggestions if forecast else ())
@@ -226,19 +228,32 @@ class _GuardedEngine:
         return self._engine.sum(value)
 
 
-def measure_worst_batch(ctx: TrainContext, levers: Levers) -> None:
-    """The largest batch that is possible, once, when the optimizer's state exists: so a card that is too small shows at
-    step 1. Nothing is applied, and the random numbers are restored. Skipped on several ranks, where one that ran out
-    would leave the others waiting, and where backward itself updates."""
-    if ctx.ranks.size > 1 or levers.update == "inside":
-        return
+def holds_worst_batch(ctx: TrainContext, levers: Levers, batches: Sequence[Batch]) -> bool:
+    """Whether a step of these micro-batches needs as much as the worst batch, so that it measures it itself."""
+    return Counter(map(_size, _worst_batches(ctx, levers))) <= Counter(map(_size, batches))
+
+
+def _worst_batches(ctx: TrainContext, levers: Levers) -> list[Batch]:
+    """Two where gradients accumulate: the second is computed beside the gradients of the first."""
     rows = min(2 * levers.micro_batch, ctx.stage.global_batch, len(ctx.examples))
     worst, capacity = [largest_row(ctx.examples)] * rows, capacity_under(ctx, levers)
-    batches = cut_batches(ctx, worst, range(rows), "measure", micro_batch=levers.micro_batch, capacity=capacity)
+    return cut_batches(ctx, worst, range(rows), "measure", micro_batch=levers.micro_batch, capacity=capacity)
+
+
+def _size(batch: Batch) -> tuple[tuple[int, ...], int, int, int]:
+    extra = 0 if batch.extra is None else sum(tensor.nbytes for tensor in batch.extra.tensors.values())
+    return tuple(batch.input_ids_BT.shape), max(batch.lengths, default=0), batch.num_supervised, extra
+
+
+def measure_worst_batch(ctx: TrainContext, levers: Levers) -> None:
+    """The largest batch that is possible, once, when the optimizer's state exists: so a card that is too small shows at
+    step 1. Nothing is applied, and the random numbers are restored. Skipped where backward itself updates."""
+    if levers.update == "inside":
+        return
     random_before = random_state()
     try:
         optimizer_step(
-            [on_device(batch, ctx.stage.device) for batch in batches],
+            [on_device(batch, ctx.stage.device) for batch in _worst_batches(ctx, levers)],
             forward=ctx.forward,
             objective=ctx.objective,
             optimizer=ctx.optimizer,
@@ -256,8 +271,13 @@ def measure_worst_batch(ctx: TrainContext, levers: Levers) -> None:
         return
     finally:
         restore_random(random_before)
-    kind = find_kind(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
-    memory = {"predicted_bytes": ctx.stage.predicted_bytes, "measured_bytes": torch.cuda.max_memory_reserved()}
-    found = Measurement(card=kind.name if kind else torch.cuda.get_device_name(), **memory)
+    record_measurement(ctx, step=1)
+
+
+def record_measurement(ctx: TrainContext, *, step: int) -> None:
+    """After the worst batch, of whichever step."""
+    assert ctx.measured_card is not None
+    memory = {"predicted_bytes": ctx.stage.predicted_bytes, "measured_bytes": peak_bytes(ctx.stage.device)}
+    found = Measurement(card=ctx.measured_card, **memory)
     keep_measurement(found)
-    ctx.metrics.write(event="measured", step=1, **memory, error=round(found.error, 5))
+    ctx.metrics.write(event="measured", step=step, **memory, error=round(found.error, 5))

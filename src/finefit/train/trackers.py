@@ -15,13 +15,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from finefit.artifacts.atomic import parse_line, write_text
+from finefit.artifacts.reading import is_there, open_to_append, read_document
+from finefit.artifacts.records import Run, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
+from finefit.errors import RunError
 from finefit.spec.schema import Tracker
 
 _LAST_SECONDS = 30.0  # that a tracker has for the remaining lines after a successful training
@@ -61,7 +65,7 @@ class Tracking:
             arguments = (tracker.kind, self._where.path, project, self._lines, offset, self._last_seconds)
             log = tracker_log(self._where, tracker.kind)
             log.parent.mkdir(exist_ok=True)
-            with log.open("ab") as output:
+            with open_to_append(log) as output:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "finefit.train.trackers", *map(str, arguments)],
                     stdin=subprocess.PIPE,  # its end tells the process that training has ended
@@ -88,8 +92,8 @@ class Tracking:
                 process.wait()
                 problem = f"it had not accepted all lines {seconds:g} seconds after the end of training"
             log, delivery = tracker_log(self._where, kind), Delivery(pid=process.pid)
-            if (state := log.with_suffix(".json")).exists():
-                last = Delivery(**json.loads(state.read_text()))
+            with suppress(RunError, TypeError):  # missing, or not what the process wrote
+                last = Delivery(**read_document(log.with_suffix(".json")))
                 delivery = last if last.pid == process.pid else delivery  # else this process never began
             lost = sum(1 for _ in metric_points(self._lines, offset)) - delivery.sent
             if lost > 0 or problem:
@@ -241,8 +245,8 @@ def metric_points(lines: Path, offset: int) -> Iterator[MetricPoint]:
 
 def feed(where: StageDir, kind: str, project: str, lines: Path, offset: int, is_over: threading.Event) -> None:
     record, name, delivery = RunDir(where.run).run, where.run.name, Delivery(pid=os.getpid())
-    if record.exists():  # enough of the digest to make the name unique
-        name = f"{name}-{json.loads(record.read_text(encoding='utf-8'))['digest'][:8]}"
+    if is_there(record):  # enough of the digest to make the name unique
+        name = f"{name}-{read_record(record, Run).digest[:8]}"
 
     def note() -> None:
         # often, and made again if lost

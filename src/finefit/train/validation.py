@@ -12,6 +12,7 @@ from torch import Tensor
 from finefit.artifacts.atomic import read_lines
 from finefit.artifacts.records import write_record
 from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.stage_records import SourceLedger
 from finefit.data.collate import grouped, lengths_of
 from finefit.data.examples import Example, TrainRow
 from finefit.data.order import part_of_rank
@@ -83,10 +84,11 @@ def record_routing(ctx: TrainContext, where: StageDir, step: int) -> None:
 
 def _by_source(where: StageDir, examples: Sequence[TrainRow], split: str) -> Mapping[str, list[tuple[int, ...]]]:
     """The first rows of each, in the order of the ledger; rows that are repeated come as often."""
-    entries = [entry for entry in read_lines(where.ledger) if "read" in entry and entry["split"] == split]
-    ends = list(accumulate(int(entry["examples"]) + int(entry["repeated"]) for entry in entries))
+    sources = read_lines(where.ledger, SourceLedger, lambda line: "read" in line)
+    entries = [source for source in sources if source.split == split]
+    ends = list(accumulate(entry.examples + entry.repeated for entry in entries))
     found: dict[str, list[tuple[int, ...]]] = {}
     for entry, begin, end in zip(entries, [0, *ends], ends, strict=False):
         rows = (examples[at] for at in range(begin, min(end, begin + _ROUTED_ROWS)))
-        found.setdefault(entry["source"], []).extend(row.tokens for row in rows if isinstance(row, Example))
+        found.setdefault(entry.source, []).extend(row.tokens for row in rows if isinstance(row, Example))
     return found

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from finefit.data.examples import open_examples
 from finefit.data.image_check import ModelProcessor
 from finefit.data.render import open_renderer
 from finefit.errors import DiskFull, FindingError, FinefitError, RunError
+from finefit.facts.cards import find_kind
 from finefit.facts.nvml import CardUsage, open_card
 from finefit.model.attention import attention_here
 from finefit.model.load import base_bits, counts, load_base, make_trainable, quiet, weight_dtype
@@ -44,7 +44,15 @@ from finefit.step.levers import apply_levers
 from finefit.step.state import frozen_checksums, make_optimizer, require_frozen_unchanged
 from finefit.train.audit import Audit
 from finefit.train.batches import prove_sum
-from finefit.train.context import LeverChanges, SpikeDetector, StopRequest, SwitchableForward, TrainContext, Watchdog
+from finefit.train.context import (
+    LeverChanges,
+    SpikeDetector,
+    StopRequest,
+    SwitchableForward,
+    TrainContext,
+    Watchdog,
+    peak_bytes,
+)
 from finefit.train.loop import train
 from finefit.train.ranks import Ranks, lost_peers, peers_lost, rank_group
 from finefit.train.reference import ReferencePass
@@ -90,7 +98,8 @@ def run_stage(
                 parameters=size.total,
                 tokens=state.tokens,
                 seconds=time.perf_counter() - began,
-                peak_bytes=max(ranks.gather(_peak_bytes(stage.device))),
+                peak_bytes=max(ranks.gather(peak_bytes(stage.device))),
+                predicted_bytes=stage.predicted_bytes,
                 frozen_unchanged=unmoved,
             )
 
@@ -179,6 +188,7 @@ def _make_context(
         spikes=SpikeDetector(line["loss"] for line in read_steps(where.metrics)),
         watchdog=watchdog,
         usage=CardUsage(open_card(f"GPU-{uuid}") if uuid else None),
+        measured_card=measured_card(stage.device, num_ranks=ranks.size),
     )
     if compose is not None and state.step == 0:
         prove_sum(ctx)
@@ -244,16 +254,17 @@ def _memory_notes(journal: Journal, device: str) -> Callable[[str, int], None]:
         values = {"resident_bytes": process.memory_info().rss}
         if device == "cuda":
             values |= {"allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}
-        journal.write(instant=instant, step=step, time=round(time.time(), 3), peak_bytes=_peak_bytes(device), **values)
+        journal.write(instant=instant, step=step, time=round(time.time(), 3), peak_bytes=peak_bytes(device), **values)
 
     return note
 
 
-def _peak_bytes(device: str) -> int:
-    if device == "cuda":
-        return torch.cuda.max_memory_reserved()
-    unit = 1 if sys.platform == "darwin" else 1024  # Linux counts in KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def measured_card(device: str, *, num_ranks: int) -> str | None:
+    if device != "cuda" or num_ranks > 1:
+        return None
+    name, total_bytes = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+    kind = find_kind(name, total_bytes)
+    return kind.name if kind else name
 
 
 def work(
@@ -297,7 +308,7 @@ def _failed(where: StageDir, error: FinefitError) -> StageResult:
         parameters=0,
         tokens=0,
         seconds=0.0,
-        peak_bytes=_peak_bytes(stage.device),
+        peak_bytes=peak_bytes(stage.device),
         failure=Failure.of(error),
     )
 

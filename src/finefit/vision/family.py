@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import PIL.Image
-from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import BaseImageProcessor
@@ -22,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import ModelOutput
 
-from finefit.errors import ModelError
+from finefit.facts.files import read_object, reading_model
 from finefit.objective.batch import Extra
 from finefit.spec.data import ImageLimits
 from finefit.spec.models import Tower
@@ -117,29 +116,21 @@ class VisionFamily:
 
 def typed_config(config: Config) -> Any:
     """The family's config class, with its defaults for what config.json leaves out."""
-    try:
+    with reading_model(f"the config.json of a {config['model_type']}", "take the config.json of the published model"):
         return CONFIG_MAPPING[str(config["model_type"])].from_dict(dict(config))
-    except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        problem = f"the config.json of a {config['model_type']} cannot be read: {reason}"
-        raise ModelError(problem, "take the config.json of the published model") from None
 
 
 def load_processor(folder: Path, pil: type[BaseImageProcessor] | None = None) -> Any:
     """The model's own, always with PIL: torchvision gives slightly different pixels, and rows would depend on the
     machine that prepared them. `pil`: its class where transformers does not find it by itself."""
-    try:
+    with reading_model(f"the image processor of {folder}", "put the model's preprocessor_config.json there"):
         return AutoImageProcessor.from_pretrained(folder, backend="pil") if pil is None else pil.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        problem = f"{folder} has no image processor that can be loaded: {reason}"
-        raise ModelError(problem, "put the model's preprocessor_config.json there") from None
 
 
 def special_token(folder: Path, name: str = "image_token", default: str = "<image>") -> str:
     """As the tokenizer's settings spell it, or the family's default."""
     path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    settings = read_object(path) if path.is_file() else {}
     extra = settings.get("extra_special_tokens")
     found = settings.get(name) or (extra.get(name) if isinstance(extra, dict) else None) or default
     return str(found["content"] if isinstance(found, dict) else found)

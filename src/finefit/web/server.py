@@ -21,6 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from finefit.errors import UserError
 
 MAX_BODY_BYTES = 64 << 10
+MAX_HEADER_BYTES = 16 << 10
+"""Of the address and all headers together; several times what a browser sends."""
 LOGIN = "/api/login"
 _HTTP = 80
 _HEADERS = {
@@ -93,6 +95,13 @@ class Guard:
         await (refused or self._app)(scope, receive, sending)
 
     def _refusal(self, scope: Scope) -> PlainTextResponse | None:
+        sent = (
+            scope.get("raw_path", b""),
+            scope["query_string"],
+            *(part for pair in scope["headers"] for part in pair),
+        )
+        if sum(map(len, sent)) > MAX_HEADER_BYTES:
+            return PlainTextResponse(f"more than {MAX_HEADER_BYTES:,} bytes of headers", 431)
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) != 1 or hosts[0].lower() not in self._hosts:
@@ -184,7 +193,8 @@ def serve(app: Guard, listening: socket.socket, *, ready: Callable[[], None] = l
         proxy_headers=False,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=2,
-        h11_max_incomplete_event_size=32 << 10,
+        http="h11",  # the other parser of uvicorn takes headers of any length
+        h11_max_incomplete_event_size=256 << 10,  # what is longer is answered with 400 and never held in memory
     )
     listening.listen(64)
     ready()
