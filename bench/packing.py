@@ -22,7 +22,7 @@ import torch
 
 from bench.memory import FULL, SHAPES, alone, fill, lora, versions
 from finefit.artifacts.records import Levers
-from finefit.data.collate import collate, micro_batches
+from finefit.data.collate import collate
 from finefit.data.examples import Example
 from finefit.data.order import Capacity, capacity_of
 from finefit.objective.batch import Batch
@@ -31,6 +31,7 @@ from finefit.rehearse.fake_model import StepConfig, read_config
 from finefit.rehearse.layer_kinds import rehearse_extrapolated
 from finefit.spec.models import Tuning
 from finefit.spec.schema import AdamW
+from tests.micro_batches import micro_batches
 
 ROWS_PER_STEP = 64
 STEPS = 6

@@ -44,12 +44,17 @@ def _arrived(passed: Any) -> int:
     return int(passed.detach())
 
 
+def start_server() -> None:
+    """Where a pipeline runs, before its first stage: what starts during a stage counts as memory of the stage."""
+    with contextlib.chdir(_ROOT):  # the server imports tests from where it was started
+        forkserver.ensure_running()
+
+
 class Forked:
     """As much of `subprocess.Popen` as launchers use."""
 
     def __init__(self, module: str, argument: Path, *, log: Path, lock: int, environment: Mapping[str, str]) -> None:
-        with contextlib.chdir(_ROOT):  # the server imports tests from where it was started
-            forkserver.ensure_running()
+        start_server()
         with open_to_append(log) as output:
             theirs, ours = os.pipe()
             self.stdin = os.fdopen(ours, "wb")

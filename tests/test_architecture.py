@@ -1,5 +1,7 @@
-"""Packages import only packages below them, every package has its place, and packages of plain data stay light."""
+"""Packages import only packages below them, every package has its place, packages of plain data stay light, and files
+are read under limits."""
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -70,3 +72,109 @@ assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+_MEMORY = "a text that is in memory already, and was read under limits"
+_OURS = "a file of the package itself"
+_SYSTEM = "a file of the operating system, which is short"
+ALLOWED = {
+    ("finefit.bounded", "open_descriptor"): "the guarded reader itself",
+    ("finefit.bounded", "parse_json"): "the guarded reader itself",
+    ("finefit.artifacts.atomic", "sync"): "nothing is read",
+    ("finefit.artifacts.cache", "source_digest"): _OURS,
+    ("finefit.custom.inputs", "__call__"): "a config that finefit wrote as text to hand it on",
+    ("finefit.data.batch_workers", "main"): "/dev/null",
+    ("finefit.data.examples", "_images"): "a part of the prepared rows, which are whole by their digest",
+    ("finefit.data.examples", "_map"): "the prepared rows, which are whole by their digest",
+    ("finefit.data.template_process", "forget"): "/dev/null",
+    ("finefit.data.template_process", "_address_space_bytes"): _SYSTEM,
+    ("finefit.facts.converters", "_pins"): _OURS,
+    ("finefit.facts.machine", "read_cpu_model"): _SYSTEM,
+    ("finefit.facts.machine", "read_peak_resident_bytes"): _SYSTEM,
+    ("finefit.facts.machine", "_read_text"): _SYSTEM,
+    ("finefit.model.family", "save_weights"): "what peft has written a moment before",
+    ("finefit.model.resolve_model", "require_matching_adapter"): _MEMORY,
+    ("finefit.negatives.lexicon", "shipped_words"): _OURS,
+    ("finefit.negatives.pairs", "tools_record"): _MEMORY,
+    ("finefit.recipes", "all_recipes"): _OURS,
+    ("finefit.rehearse.fake_model", "layer_shapes"): "a config that finefit wrote as text to hand it on",
+    ("finefit.report.compare_page", "_page"): _OURS,
+    ("finefit.review.export", "preference_pairs"): _MEMORY,
+    ("finefit.run.external_launch", "await_run"): "a message of another rank of the same run",
+    ("finefit.run.resume", "follow"): "a spec that finefit wrote as text a line before",
+    ("finefit.spec.load", "changed_text"): _MEMORY,
+    ("finefit.tasks.short_answer", "_json_object"): "the answer of a model, of at most max_new_tokens",
+    ("finefit.train.ranks", "rendezvous"): "a message of another rank of the same run",
+    ("finefit.web.review", "page"): _OURS,
+    ("finefit.web.review", "_body"): "the body of a request, which the server has limited",
+}
+"""Functions that open, read or parse without `finefit.bounded` or `finefit.artifacts.reading`, and why they may."""
+_READERS = ("read_text", "read_bytes")
+_PARSERS = {("json", "loads"), ("json", "load"), ("yaml", "load"), ("os", "open")}
+
+
+def _reads(call: ast.Call) -> bool:
+    """Opens a file to read it, reads it as a whole, or parses a text. `open` with a name in place of a mode is the
+    method of something else, such as a zip, an image or a ledger."""
+    match call.func:
+        case ast.Name(id="open"):
+            return True
+        case ast.Attribute(value=ast.Name(id=holder), attr=name) if (holder, name) in _PARSERS:
+            return True
+        case ast.Attribute(value=ast.Name(id="bounded")):
+            return False
+        case ast.Attribute(attr=name) if name in _READERS:
+            return True
+        case ast.Attribute(attr="open"):
+            given = call.args[:1] or [word.value for word in call.keywords if word.arg == "mode"]
+            modes = [value.value if isinstance(value, ast.Constant) else None for value in given]
+            return all(isinstance(mode, str) and set(mode) <= set("rbt+") for mode in modes)
+    return False
+
+
+def _reading_functions(source: str, module: str) -> set[tuple[str, str]]:
+    """The functions that read by themselves; the innermost, where they are nested."""
+    found = set()
+
+    def walk(node: ast.AST, function: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Call) and _reads(child):
+                found.add((module, function))
+            walk(child, child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else function)
+
+    walk(ast.parse(source), "")
+    return found
+
+
+def test_files_are_read_through_the_guarded_readers() -> None:
+    """A new function that opens or parses a file by itself fails here: use `finefit.bounded`, or say why it may not."""
+    found = set[tuple[str, str]]()
+    for path in sorted((ROOT / "src" / "finefit").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+        found |= _reading_functions(path.read_text(encoding="utf-8"), module)
+    assert found - ALLOWED.keys() == set()
+    assert ALLOWED.keys() - found == set()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "open(path)",
+        "path.open()",
+        "path.open('rb')",
+        "path.open(encoding='utf-8')",
+        "path.read_text()",
+        "(folder / name).read_bytes()",
+        "json.loads(text)",
+        "json.load(file)",
+        "yaml.load(text)",
+        "os.open(path, flags)",
+    ],
+)
+def test_a_reader_of_its_own_is_noticed(line: str) -> None:
+    assert _reading_functions(f"def read(path):\n    return {line}\n", "new") == {("new", "read")}
+
+
+@pytest.mark.parametrize("line", ["path.open('w')", "ledger.open('train', reader)", "bounded.read_bytes(path, 9)"])
+def test_what_writes_or_is_guarded_is_not(line: str) -> None:
+    assert _reading_functions(f"def read(path):\n    return {line}\n", "new") == set()

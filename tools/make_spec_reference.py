@@ -21,10 +21,10 @@ from finefit.spec.stages import TrainStage
 HEAD = """# The spec
 Written from the schema by `python tools/make_spec_reference.py docs/spec.md`; a test holds the two together. Paths are relative
 to the spec file. Any value can be overridden on the command line: `--set optimizer.lr=1e-4`. An unknown key, a wrong type or a
-number such as `262,144` is an error with its line; all errors are told at once.
+number such as `262,144` is an error with its line; all errors are reported at once.
 
-A file may stand on another: `base: base.yaml` at its top takes over what that file says, as if it were written here. Mappings are merged
-key by key; a mapping of another `kind` with keys of its own (`tuning`, `model`), a list and any other value replace what stands below;
+A spec may build on another: `base: base.yaml` at its top takes over what that file says, as if it were written here. Mappings are merged
+key by key; a mapping of another `kind` with keys of its own (`tuning`, `model`), a list and any other value replace the value of the base;
 `null` takes a value away. `kind` of `optimizer` and `schedule` chooses no other keys: there it is one value among others.
 
 | key | value | default | |
@@ -32,8 +32,8 @@ key by key; a mapping of another `kind` with keys of its own (`tuning`, `model`)
 """  # noqa: E501
 STAGES = """
 ## Stages
-A spec with the key `stages` holds several stages, each with a name; what stands above them is said once for all: {common}.
-Where a stage names the model of another one, or a path is `stage://NAME/file`, it stands on that stage, and waits for it. A circle, a stage that
+A spec with the key `stages` holds several stages, each with a name; these keys are given once for all stages: {common}.
+Where a stage names the model of another one, or a path is `stage://NAME/file`, it depends on that stage and waits for it. A circle, a stage that
 is not there, a file or a score that it will not have and two stages with one folder are refused when the spec is read.
 
 | key | value | default | |

@@ -5,6 +5,7 @@ FinefitError                   70  a fault of ours, if it reaches the user bare
 │   ├── SpecError                  the spec file or an override
 │   ├── DataError                  a row or a data file
 │   ├── ModelError                 weights, tokenizer, adapter targets
+│   ├── MissingPackage             one that only some specs need
 │   └── RunError                   a run directory: locked, changed inputs, a foreign checkpoint
 │       └── OtherVersion           a record of another version of finefit
 ├── FindingError                1  the run was stopped by what it found
@@ -48,6 +49,10 @@ class ModelError(UserError):
     pass
 
 
+class MissingPackage(UserError):
+    pass
+
+
 class RunError(UserError):
     pass
 
@@ -78,6 +83,11 @@ class DiskFull(Resumable):
 
 class WorkerDied(Resumable):
     pass
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; the name of its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 _OUT_OF_MEMORY = (

@@ -73,12 +73,12 @@ def test_a_place_that_knows_no_bytes_names_what_is_free(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text", encoding="utf-8")
     with (
         pytest.raises(
-            DiskFull, match=r"the disk is full: \S+/place found no room, [\d,]+ bytes are free now\n"
+            DiskFull, match=r"the disk is full: \S+/place could not be written, [\d,]+ bytes are free now\n"
         ) as caught,
         report_disk_full(tmp_path / "place"),
     ):
         copy_file(tmp_path)
-    assert caught.value.remedy == "free some space, then give the same command again: it goes on where it was"
+    assert caught.value.remedy == "free some space, then give the same command again: it resumes where it stopped"
 
 
 def test_a_log_that_tells_of_a_full_disk_does_not_make_another_failure_one(tmp_path: Path) -> None:

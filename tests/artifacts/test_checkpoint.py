@@ -140,7 +140,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path: Path, dama
     assert any(words in problem for problem in problems(bad)), problems(bad)
     taken, (line,) = newest_verified(tmp_path)
     assert taken == good
-    assert line.startswith("checkpoint-6 is passed over: ")
+    assert line.startswith("checkpoint-6 is skipped: ")
     assert words in line
 
 

@@ -155,7 +155,7 @@ def test_a_lock_without_room_for_its_holder_is_told_by_its_place(tmp_path: Path)
         lock.touch()
         fill_disk(disk, leave_pages=0)
         with (
-            pytest.raises(DiskFull, match=f"the disk is full: {lock} found no room, 0 bytes are free now"),
+            pytest.raises(DiskFull, match=f"the disk is full: {lock} could not be written, 0 bytes are free now"),
             run_lock(lock),
         ):
             pass

@@ -2,6 +2,7 @@
 memory."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,14 @@ import pytest
 
 from finefit.artifacts.atomic import Journal, read_lines, read_steps, write_text
 from finefit.artifacts.processes import holder_of, run_lock
-from finefit.artifacts.reading import MAX_LINE_BYTES, MAX_RECORD_BYTES, parse_object, read_document, read_text
+from finefit.artifacts.reading import (
+    MAX_LINE_BYTES,
+    MAX_RECORD_BYTES,
+    parse_object,
+    read_document,
+    read_text,
+    require_regular_files,
+)
 from finefit.artifacts.records import Check, Run, read_if_there, read_record, write_record
 from finefit.artifacts.stage_records import EvalItem
 from finefit.errors import OtherVersion, RunError
@@ -41,7 +49,7 @@ TEXTS: dict[str, tuple[Spoil, str]] = {
     "no bytes": (Path.touch, "EOF while parsing"),
     "another encoding": (lambda path: path.write_bytes(b'{"version": 1, "x": "\xe9"}'), "invalid unicode"),
     "a deep nesting": (lambda path: path.write_bytes(DEEP), "recursion limit exceeded"),
-    "a huge file": (_sparse, "has 1,073,741,825 bytes"),
+    "a huge file": (_sparse, "it has 67,108,865 bytes"),
     "a list": (lambda path: path.write_bytes(b"[1]"), ""),
 }
 
@@ -75,6 +83,16 @@ def test_a_journal_a_lock_and_an_optional_record_are_neither_read_nor_written_in
         with pytest.raises(RunError) as caught:
             use()
         assert words in caught.value.problem
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place not in ("nothing", "a folder")])
+def test_a_folder_that_is_copied_later_holds_nothing_but_files(tmp_path: Path, place: str) -> None:
+    path, (spoil, words) = tmp_path / "tokenizer" / "record.json", PLACES[place]
+    path.parent.mkdir()
+    require_regular_files(tmp_path)
+    spoil(path)
+    with pytest.raises(RunError, match=re.escape(words)):
+        require_regular_files(tmp_path)
 
 
 def test_a_missing_journal_has_no_lines_and_a_missing_optional_record_is_none(tmp_path: Path) -> None:

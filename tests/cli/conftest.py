@@ -125,7 +125,7 @@ def folder(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def without_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
     """For `finefit check` where the data is the matter: nothing is rehearsed."""
 
-    def forecast_here(_spec: object, _base: object, lengths: Lengths, _machine: object) -> Forecast:
+    def forecast_here(_spec: object, _base: object, lengths: Lengths, _machine: object, **_: object) -> Forecast:
         return make_forecast(lengths=lengths, total_steps=12, host_bytes=1, disk_bytes=1)
 
     monkeypatch.setattr("finefit.preflight.training.forecast_here", forecast_here)

@@ -59,7 +59,7 @@ def _references_that_are_no_json(folder: Path) -> None:
 
 ROW = json.dumps(make_rows(1)[0])
 UNANSWERED = json.dumps({"messages": make_rows(1)[0]["messages"][:1]})
-MEND = "fix or remove these rows, or set data.bad_rows: drop to leave them out, counted"
+MEND = "fix or remove these rows, or set data.bad_rows: drop to drop and count them"
 
 
 def _said(asked: str | None, answered: str | None) -> str:
@@ -202,7 +202,7 @@ MISTAKES: dict[str, tuple[Spoil, str, str]] = {
     "a model without chat template": (_without_template, "has no chat template", "data.template: plain"),
     "a device that is not there": (
         _spec(("device: cpu", "device: cuda")),
-        "device: cuda is asked for, but torch ",
+        "device: cuda is requested, but torch ",
         "finefit doctor",
     ),
     "a task without test rows": (
@@ -278,10 +278,15 @@ def test_all_that_is_wrong_with_a_spec_is_told_at_once(folder: Path, finefit: Fi
     ("arguments", "problem", "remedy"),
     [
         (("run", "sepc.yaml"), "sepc.yaml: there is no such file", "did you mean `spec.yaml`?"),
-        (("run", "spec.yaml", "--set", "nonsense"), "--set nonsense: this is not an override", "write key.path=value"),
-        (("run", "."), ". is not a run directory", "runs lie under"),
-        (("eval", "spec.yaml"), "spec.yaml is a spec, and `eval` scores", "give `finefit run spec.yaml` first"),
-        (("eval", "runs/tiny-1"), "the run runs/tiny-1 does not exist yet", "`finefit run SPEC` makes one"),
+        (
+            ("run", "spec.yaml", "--set", "nonsense"),
+            "--set nonsense: this is not a valid override",
+            "write key.path=value",
+        ),
+        (("run", "."), ". is not a run directory", "run directories are called"),
+        (("eval", "spec.yaml"), "spec.yaml is a spec, but `eval` scores", "run `finefit run spec.yaml` first"),
+        (("eval", "runs/tiny-1"), "the run runs/tiny-1 does not exist yet", "`finefit run SPEC`"),
+        (("eval", "tiny-1"), "the run tiny-1 does not exist yet", "`finefit run SPEC`"),
         (("check", "train.jsonl"), "train.jsonl is a data file", "data: {train: [{path: train.jsonl}]}"),
         (
             ("plan", "spec.yaml", "--card", "MI300X"),
@@ -289,7 +294,7 @@ def test_all_that_is_wrong_with_a_spec_is_told_at_once(folder: Path, finefit: Fi
             "give a card",
         ),
         (("eval", "nowhere"), "nowhere is not a run directory", "name a run directory, a folder with a model"),
-        (("watch", "model"), "model is not a run directory", "runs lie under"),
+        (("watch", "model"), "model is not a run directory", "run directories are called"),
         (("recipes", "dmeo"), "there is no recipe dmeo", ""),
     ],
 )
@@ -312,9 +317,9 @@ def test_a_mistake_in_the_arguments_is_told_with_its_remedy(
         (
             ("--checkpoint", "7"),
             "tiny-1 has no checkpoint 7",
-            "there are base, final, best, checkpoint-9, checkpoint-12",
+            "choose from base, final, best, checkpoint-9, checkpoint-12",
         ),
-        (("--checkpoint", "../data"), "tiny-1 has no checkpoint ../data", "there are base"),
+        (("--checkpoint", "../data"), "tiny-1 has no checkpoint ../data", "choose from base"),
         (("--task", "rogue"), "there is no task rogue", "there are exact_match, json_match"),
     ],
 )

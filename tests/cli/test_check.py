@@ -14,7 +14,7 @@ from tests.cli.test_plan import STAGES
 from tests.conftest import make_model_folder, make_rows, make_tokenizer, write_jsonl
 
 Spoil = Callable[[Path], object]
-SOUND = "no problem was found that stops this run\n"
+SOUND = "no problems found that would stop this run\n"
 ALL_WARM_UP = ("--set", "schedule={epochs: 1, warmup: 0.99}")
 
 
@@ -36,18 +36,18 @@ def test_a_run_with_a_finding_stops_before_anything_is_loaded(folder: Path, fine
     assert answer.code == answer.document["error"]["exit_code"] == 1
     assert answer.document["error"]["kind"] == "FindingError"
     assert "makes all 6 steps of the run warm-up" in answer.err
-    assert list((folder / "runs").iterdir()) == []
+    assert not (folder / "runs").exists()
 
 
 def test_a_run_that_its_disk_cannot_hold_stops_before_anything_is_loaded(
     folder: Path, finefit: Finefit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("finefit.preflight.pipeline.free_bytes", lambda _: 10)
+    monkeypatch.setattr("finefit.run.check_stages.free_bytes", lambda _: 10)
     answer = finefit("run", "spec.yaml")
     assert answer.code == 1
-    assert "bytes of disk, 10 are free" in answer.err
+    assert "10 are free" in answer.err
     assert "lower save.keep (now 2)" in answer.err
-    assert list((folder / "runs").iterdir()) == []
+    assert not (folder / "runs").exists()
 
 
 def _unlike_rows(folder: Path) -> None:
@@ -141,7 +141,7 @@ FINDINGS: dict[str, tuple[Spoil, tuple[str, ...], str, str]] = {
         _in_test_too,
         (),
         (
-            "test shares 1 row with what the model is trained or chosen on:\n  train.jsonl:8 (train) is "
+            "test shares 1 row with the rows on which the model is trained or selected:\n  train.jsonl:8 (train) is "
             "test.jsonl:3 (test): the same row"
         ),
         "data.overlap: drop",
@@ -155,7 +155,7 @@ FINDINGS: dict[str, tuple[Spoil, tuple[str, ...], str, str]] = {
     "an added token in train": (
         _added_token,
         (),
-        "the rows hold token 261, the model has embeddings for 261",
+        "the rows contain token 261, but the model has embeddings for 261",
         "resize its embeddings",
     ),
     "no training file": (
@@ -163,6 +163,12 @@ FINDINGS: dict[str, tuple[Spoil, tuple[str, ...], str, str]] = {
         (),
         "train.jsonl does not exist",
         "relative to the spec file",
+    ),
+    "a misspelt training file": (
+        _nothing,
+        ("data.train.0.path=trian.jsonl",),
+        "trian.jsonl does not exist",
+        "did you mean train.jsonl?",
     ),
     "no test file": (
         lambda folder: (folder / "test.jsonl").unlink(),
@@ -202,10 +208,7 @@ def test_one_row_is_enough_to_begin_and_worth_a_warning(folder: Path, finefit: F
     write_jsonl(folder / "train.jsonl", make_rows(1))
     answer = finefit("check", "spec.yaml")
     assert answer.code == 0
-    assert (
-        "warning: train has 1 row, and a step takes 4 (global_batch): every step is a whole epoch\n  --set "
-        "global_batch=1"
-    ) in answer.out
+    assert "a step takes 4 (global_batch): every step is a whole epoch\n  --set global_batch=1" in answer.out
 
 
 @pytest.mark.usefixtures("without_rehearsal")
@@ -420,6 +423,6 @@ def test_a_hostile_chat_template_is_refused_with_its_model_the_limit_and_what_to
     (folder / "model/chat_template.jinja").write_text(loop)
     answer = finefit(verb, "spec.yaml")
     assert answer.code == 2
-    assert f"{folder / 'model'} takes more than 0.6 s of processor time for 1 conversation" in answer.err
+    assert f"{folder / 'model'} takes more than 0.6 s of CPU time for 1 conversation" in answer.err
     assert "use the template that belongs to the model" in answer.err
     assert not list(folder.glob("runs/tiny-*"))

@@ -39,7 +39,7 @@ def test_two_real_runs_give_a_page_a_table_and_a_document(finished: Path, finefi
     )
     assert answer.code == 0, answer.err
     assert "only declared settings differ: tuning.rank" in answer.out
-    assert "no effect on scores: save.every" in answer.out
+    assert "differs, without effect on scores: save.every" in answer.out
     assert "page     page.html" in answer.out
     assert (finished / "page.html").read_text(encoding="utf-8").count("<svg") == 5
     assert "| tuning.rank | 4 | 2 |" in (finished / "table.md").read_text(encoding="utf-8")
@@ -60,7 +60,7 @@ def test_mistakes_are_the_users_to_mend(finefit: Finefit) -> None:
     for arguments, words in (
         ((".", RUN), "is not a run directory"),
         ((RUN, RUN), "named twice"),
-        ((RUN, "--task", "rouge"), "no two of them were scored on rouge"),
+        ((RUN, "--task", "rouge"), "fewer than two of these were scored on rouge"),
         ((f"{RUN}:7",), f"{RUN} has no checkpoint 7"),
         ((RUN, "--html", "no/such/page.html"), "there is no folder"),
     ):

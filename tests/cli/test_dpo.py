@@ -31,7 +31,7 @@ def test_a_check_shows_both_sides_and_what_it_proved(finefit: Finefit) -> None:
         < answer.out.index("example 1, rejected")
         < answer.out.index("⟦2")
     )
-    assert "gradients   all 28 trained tensors get one" in answer.out
+    assert "gradients   all 28 trained tensors get a gradient" in answer.out
 
 
 def test_rows_without_a_rejected_answer_are_refused(pairs: Path, finefit: Finefit) -> None:

@@ -9,7 +9,7 @@ import pytest
 from finefit import __version__
 from tests.cli.conftest import process, processor_seconds
 
-VERBS = ("run", "eval", "compare", "review", "watch", "demo", "recipes", "doctor")
+VERBS = ("run", "eval", "compare", "review", "watch", "export", "chat", "demo", "recipes", "doctor")
 HEAVY = "{'torch', 'transformers', 'datasets', 'peft', 'numpy'}"
 
 
@@ -29,7 +29,7 @@ def test_help_names_every_verb_and_every_exit_code(tmp_path: Path) -> None:
         assert f" {verb} " in shown
     assert (
         "Exit codes: 0 done, 1 a finding, 2 a mistake in spec, data or arguments, 3 interrupted and resumable, "
-        "70 a fault of finefit."
+        "70 an internal error of finefit."
     ) in shown
 
 

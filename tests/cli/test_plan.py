@@ -141,7 +141,7 @@ def test_an_applied_suggestion_is_written_into_the_spec_and_makes_it_fit(shape: 
     assert first["is_exact"]
     answer = finefit("plan", shape.name, *TOO_SMALL, "--apply", "1")
     assert answer.code == 0
-    assert f"shape.yaml now says {', '.join(first['changes'])}" in answer.out
+    assert f"wrote {', '.join(first['changes'])} to shape.yaml" in answer.out
     text = shape.read_text(encoding="utf-8")
     for kept in ("# what would a small one take", "# eight is enough", "# by hand", "[{path: nowhere.jsonl}]"):
         assert kept in text
@@ -164,7 +164,7 @@ def test_a_suggestion_that_is_not_there_leaves_the_spec_alone(shape: Path, finef
         (
             "tuning: {kind: full}\n",
             "tuning={kind: lora, rank: 64}",
-            "would mean something else in child.yaml, above its base",
+            "would have a different effect in child.yaml",
         ),
     ],
 )
@@ -303,7 +303,7 @@ def test_a_stage_that_does_not_fit_is_named_and_a_change_is_written_into_it(by_h
     assert first["fits"]
     answer = finefit("plan", by_hand.name, *TOO_SMALL, "--apply", "1")
     assert answer.code == 0
-    assert f"large.yaml now says {', '.join(first['changes'])}" in answer.out
+    assert f"wrote {', '.join(first['changes'])} to large.yaml" in answer.out
     text = by_hand.read_text(encoding="utf-8")
     assert all(kept in text for kept in ("# by whom", "# eight is enough"))
     fixed = finefit("plan", by_hand.name, *TOO_SMALL, "--card", "1GiB")

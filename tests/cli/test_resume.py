@@ -48,7 +48,7 @@ def _untouched_but_the_lock(before: dict[str, int], after: dict[str, int]) -> bo
     }
 
 
-OTHER_SPEC = "tiny-1 cannot go on with another spec:\n  "
+OTHER_SPEC = "tiny-1 cannot resume with another spec:\n  "
 ROWS = "../../train.jsonl"
 REFUSED = {
     "global_batch=8": f"{OTHER_SPEC}global_batch: 4 -> 8\n",
@@ -65,7 +65,7 @@ REFUSED = {
     'data.train.0.fields={"messages": "messages"}': (
         f"  data.train: {_train(ROWS)} -> {_train(ROWS, fields={'messages': 'messages'})}\n"
     ),
-    "schedule.epochs=1": "tiny-1 has done 12 steps, 6 are asked for now",
+    "schedule.epochs=1": "tiny-1 has done 12 steps, but 6 are requested now",
 }
 
 
@@ -104,7 +104,7 @@ def test_a_changed_data_file_is_refused_with_the_diff(finished: Path, finefit: F
     answer = finefit("run", RUN)
     assert answer.code == 2
     assert "the inputs of tiny-1 have changed since it began:\n  data.train.0.path (../../train.jsonl): " in answer.err
-    assert "put them back, or give the spec file: it starts another run" in answer.err
+    assert "restore them, or give the spec file: it starts another run" in answer.err
 
 
 def test_a_file_that_lies_elsewhere_now_is_the_same_file(finished: Path, finefit: Finefit) -> None:
@@ -288,7 +288,9 @@ def test_a_run_that_was_for_a_scheduler_goes_on_here_when_asked_to(
 
 @pytest.mark.usefixtures("finished")
 def test_another_number_of_nodes_is_refused() -> None:
-    with pytest.raises(RunError, match=r":\n  launcher\.nodes: \(none\) -> 2\nonly .*, and of launcher not the nodes"):
+    with pytest.raises(
+        RunError, match=r":\n  launcher\.nodes: \(none\) -> 2\nonly .* may change, except launcher\.nodes"
+    ):
         amend(RunDir(Path(RUN)), ("launcher={kind: slurm, nodes: 2}",))
 
 

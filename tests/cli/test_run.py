@@ -79,14 +79,14 @@ def test_the_same_command_again_says_that_it_is_finished_and_trains_nothing(
     before = files_with_times(finished / "runs")
     answer = finefit("run", target, "--json")
     assert (answer.code, answer.document["status"]) == (0, "finished")
-    assert "runs/tiny-1 is finished already" in answer.err
+    assert "runs/tiny-1 is already finished" in answer.err
     assert files_with_times(finished / "runs") == before
 
 
 def test_an_equal_run_started_elsewhere_with_other_paths_is_the_same_run(finished: Path, finefit: Finefit) -> None:
     (finished / "train.jsonl").rename(finished / "moved.jsonl")
     rewrite(finished / "spec.yaml", ("train.jsonl", "moved.jsonl"))
-    assert "runs/tiny-1 is finished already" in finefit("run", "spec.yaml").out
+    assert "runs/tiny-1 is already finished" in finefit("run", "spec.yaml").out
 
 
 def test_new_and_a_changed_spec_each_start_the_next_run(

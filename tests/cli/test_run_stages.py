@@ -87,8 +87,8 @@ def test_a_run_is_told_stage_by_stage_and_the_second_has_nothing_to_do(folder: P
     places = [line.split()[1] for line in first.out.splitlines() if line.startswith(("first  ", "second  "))][-2:]
     assert [sorted(path.name for path in Path(place).iterdir()) for place in places] == [["first.txt"], ["second.txt"]]
     again = finefit("run", "spec.yaml")
-    assert "runs/chain-1 is finished already; --new starts another run" in again.out
-    assert "is finished already" in finefit("run", "runs/chain-1").out
+    assert "runs/chain-1 is already finished; --new starts another run" in again.out
+    assert "is already finished" in finefit("run", "runs/chain-1").out
     document = finefit("run", "spec.yaml", "--dry-run", "--json").document
     assert document["run"] == "runs/chain-1"
     assert [(stage["stage"], stage["needs"], stage["action"]) for stage in document["stages"]] == [
@@ -98,7 +98,7 @@ def test_a_run_is_told_stage_by_stage_and_the_second_has_nothing_to_do(folder: P
     ]
     forced = finefit("run", "spec.yaml", "--from", "second", "--json").document
     assert forced["status"] == "finished"
-    assert [stage["why"] for stage in forced["stages"]] == ["nothing has changed", "asked for", "asked for"]
+    assert [stage["why"] for stage in forced["stages"]] == ["nothing has changed", "requested", "requested"]
     assert calls(folder) == ["second", "third"]
     assert finefit("run", "spec.yaml", "--only", "third", "--force", "third").code == 0
     assert finefit("run", "spec.yaml", "--force", "all").code == 0
@@ -120,15 +120,15 @@ def test_a_stage_that_is_not_there_is_told_with_those_that_are(
 def test_one_stage_alone_is_refused_before_a_run_appears(folder: Path, finefit: Finefit) -> None:
     answer = finefit("run", "spec.yaml", "--only", "third")
     assert answer.code == 2
-    assert "stage third depends on first, second, and what the spec asks of it now is not there" in answer.err
+    assert "stage third depends on first, second, whose output for the current spec does not exist" in answer.err
     assert not (folder / "runs").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--from", "first"), "--from first means several stages, --only third one alone"),
-        (("--force", "first"), "--force first makes another stage again than --only third runs"),
+        (("--from", "first"), "--from first selects several stages, but --only third selects one"),
+        (("--force", "first"), "--force first repeats another stage than the one that --only third runs"),
     ],
 )
 def test_one_stage_alone_does_not_go_with_others(
@@ -163,7 +163,7 @@ def test_a_run_and_a_dry_run_say_the_same_of_a_command_that_was_killed(folder: P
         same = finefit("run", target, "--from", "first", "--dry-run", "--json").document
         assert [stage["action"] for stage in same["stages"]] == ["done", "run", "run"]
         other = finefit("run", target, "--force", "first", "--dry-run", "--json").document
-        assert (other["stages"][0]["action"], other["stages"][0]["why"]) == ("run", "asked for")
+        assert (other["stages"][0]["action"], other["stages"][0]["why"]) == ("run", "requested")
     assert finefit("run", "spec.yaml", "--from", "first").code == 0
     assert calls(folder) == ["second", "third"]
 
@@ -174,7 +174,7 @@ def test_one_stage_alone_in_a_new_run_shows_where_those_lie_that_it_stands_on(fi
     change = 'stages.third.arguments=["{before}", "{output}/third.txt", "3"]'
     answer = finefit("run", "spec.yaml", "--only", "third", "--set", change)
     assert answer.code == 0
-    assert "stage first (python) is reused: chain-1 has made it" in answer.out
+    assert "stage first (python) is reused: made by chain-1" in answer.out
     document = finefit("watch", "runs/chain-2", "--json").document
     assert [(stage["status"], stage["place"]) for stage in document["stages"]] == [
         ("done", "runs/chain-1/stages/1-first/output"),
@@ -226,7 +226,7 @@ def test_ranks_from_outside_are_refused(finefit: Finefit, monkeypatch: pytest.Mo
         monkeypatch.setenv(name, value)
     answer = finefit("run", "spec.yaml")
     assert answer.code == 2
-    assert "spec.yaml has stages, and this process is rank 0 of 2, started from outside" in answer.err
+    assert "spec.yaml has stages, but this process is rank 0 of 2, started from outside" in answer.err
 
 
 def test_words_of_stages_have_no_meaning_for_one_training(project: Path, finefit: Finefit) -> None:
@@ -239,7 +239,7 @@ def test_a_pipeline_goes_on_as_it_began(folder: Path, finefit: Finefit) -> None:
     finefit("run", "spec.yaml")
     answer = finefit("run", "runs/chain-1", "--set", "seed=2")
     assert answer.code == 2
-    assert "--set has no place here" in answer.err
+    assert "it does not accept --set" in answer.err
     (folder / "raw.txt").write_text("other\n")
     changed = finefit("run", "runs/chain-1")
     assert changed.code == 2
@@ -333,7 +333,7 @@ def test_a_stage_is_a_run_of_its_own(trained: Finished, finefit: Finefit, monkey
     assert finefit("watch", "runs/chain-1/sft", "--json").document["status"] == "finished"
     refused = finefit("run", "runs/chain-1/sft", "--set", "schedule.epochs=3")
     assert refused.code == 2
-    assert "is a stage of chain-1, and --set would make it another one" in refused.err
+    assert "is a stage of chain-1, and --set would make it a different stage" in refused.err
 
 
 @pytest.mark.slow
@@ -350,7 +350,7 @@ def test_a_pipeline_killed_in_a_training_ends_bit_for_bit_as_one_that_nobody_kil
     before = (run / "1-whole/done.json").stat().st_mtime_ns
     again = process("run", "spec.yaml", "--json", cwd=folder)
     assert (again.code, [stage["status"] for stage in again.document["stages"]]) == (0, ["done"] * 3)
-    assert again.document["stages"][1]["why"] == "begun and not finished: it goes on"
+    assert again.document["stages"][1]["why"] == "begun and not finished: it resumes"
     assert (run / "1-whole/done.json").stat().st_mtime_ns == before
     assert "resumed from checkpoint" in (run / "2-sft/logs/run.log").read_text()
     assert _weights(folder) == _weights(trained.folder)
@@ -374,12 +374,12 @@ def test_a_training_that_is_made_again_is_kept_with_what_people_said_of_it(again
     answer = finefit("run", "spec.yaml", "--only", "more", "--force", "more")
     assert answer.code == 0
     (kept,) = stages.glob(".earlier-*-3-more")
-    assert f"what was there is kept as runs/chain-1/stages/{kept.name}" in answer.out
+    assert f"the earlier output is kept as runs/chain-1/stages/{kept.name}" in answer.out
     assert (kept / "reviews/me.jsonl").read_text() == "{}\n"
     assert tree_digest(kept / "stages/1-sft/checkpoints/final") == weights
     assert not reviews.exists()
     assert (stages / "3-more/done.json").exists()
-    assert "is finished already" in finefit("run", "spec.yaml").out
+    assert "is already finished" in finefit("run", "spec.yaml").out
     assert kept.exists()
 
 
@@ -391,6 +391,6 @@ def test_a_training_whose_records_were_taken_away_is_made_again(again: Path, fin
     document = finefit("run", "spec.yaml", "--dry-run", "--json").document
     assert [(stage["action"], stage["why"]) for stage in document["stages"]] == [
         ("done", "nothing has changed"),
-        ("run", "what chain-1/stages/2-sft held is gone, or some of it"),
+        ("run", "some or all files of chain-1/stages/2-sft are gone"),
         ("run", "because sft runs"),
     ]

@@ -88,7 +88,7 @@ EMPTY = (
     + _chunk(b"IEND", b"")
 )
 """A whole PNG of 0 x 0 pixels."""
-MEND = "or set data.bad_rows: drop to leave "
+MEND = "or set data.bad_rows: drop to drop and count them"
 
 
 def _messages(text: str) -> Spoil:
@@ -107,7 +107,7 @@ def _messages(text: str) -> Spoil:
 BAD_ROWS: dict[str, tuple[Spoil, str]] = {
     "an image that is not there": (
         lambda folder: (folder / "1.png").unlink(),
-        "train.jsonl:2 1.png is not there: looked in",
+        "train.jsonl:2 1.png does not exist: looked in",
     ),
     "a file that is no image": (
         _image(b"not an image"),
@@ -118,8 +118,8 @@ BAD_ROWS: dict[str, tuple[Spoil, str]] = {
         "train.jsonl:2 1.png cannot be decoded: ",
     ),
     "an image of no pixels": (_image(EMPTY), "train.jsonl:2 1.png is"),
-    "an image outside of the folder": (_outside, "inner/train.jsonl:2 ../1.png lies outside of"),
-    "an absolute path": (_second(image="/etc/1.png"), "train.jsonl:2 /etc/1.png lies outside of"),
+    "an image outside of the folder": (_outside, "inner/train.jsonl:2 ../1.png is outside of"),
+    "an absolute path": (_second(image="/etc/1.png"), "train.jsonl:2 /etc/1.png is outside of"),
     "a row without its image": (_second(image=None), "train.jsonl:2 "),
     "more marks than images": (
         _messages("<image> and <image>, which digit?"),
@@ -146,7 +146,7 @@ def test_a_row_that_cannot_be_seen_is_refused_by_file_and_row_or_left_out_and_co
     assert (train["read"], train["used"]) == (ROWS, ROWS - 1), told.err
 
 
-def _invented_forecast(_spec: object, _base: object, lengths: Any, _machine: object) -> Any:
+def _invented_forecast(_spec: object, _base: object, lengths: Any, _machine: object, **_: object) -> Any:
     from tests.forecasts import make_forecast
 
     return make_forecast(lengths=lengths, total_steps=2, host_bytes=1, disk_bytes=1)
@@ -196,9 +196,13 @@ REFUSED: dict[str, tuple[Spoil, str, str]] = {
     "the model's own mark in a text": (
         _messages("<image>Which digit? <|image_pad|>"),
         "train.jsonl:2 the text holds '<|image_pad|>', which the model reads as an image",
-        ("with <image> in its place, or rephrase the text, or set data.bad_rows: drop to leave them out, counted"),
+        ("with <image> in its place, or rephrase the text, or set data.bad_rows: drop to drop and count them"),
     ),
-    "rows with images for a model of text": (_blind, "train.jsonl holds images, which this model cannot see", ""),
+    "rows with images for a model of text": (
+        _blind,
+        "train.jsonl holds images, which this text-only model cannot see",
+        "",
+    ),
     "towers of a model of text": (
         _blind_with_towers,
         "tuning.targets names layers of the tower vision, and LlamaForCausalLM has none",
@@ -228,4 +232,4 @@ def test_an_image_that_went_since_its_row_was_prepared_is_told(
     (folder / "1.png").unlink()
     answer = finefit("check", "spec.yaml", "--json")
     assert answer.code == 1
-    assert "train.jsonl:2 1.png is not there" in json.dumps(answer.document)
+    assert "train.jsonl:2 1.png does not exist" in json.dumps(answer.document)

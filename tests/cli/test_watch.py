@@ -24,7 +24,7 @@ def test_a_finished_run_shows_its_scores_and_where_its_model_lies(finefit: Finef
     assert any(line.startswith("json_match, 95 %") for line in shown)
     model = next(line.split()[1] for line in shown if line.startswith("model "))
     assert (Path(model) / "adapter_config.json").is_file()
-    assert "an adapter of model: peft loads it" in "\n".join(shown)
+    assert "an adapter of model: load it with peft" in "\n".join(shown)
     assert shown[-1] == "runs/tiny-1 is finished"
 
 
@@ -58,5 +58,5 @@ def test_ctrl_c_leaves_the_run_alone(finished: Path) -> None:
         time.sleep(0.2)
         watcher.send_signal(signal.SIGINT)
         out, err = watcher.communicate(timeout=30)
-    assert (watcher.returncode, out, err) == (0, "runs/tiny-1 goes on\n", "")
+    assert (watcher.returncode, out, err) == (0, "runs/tiny-1 continues\n", "")
     assert json.loads((finished / "runs/tiny-1/run.json").read_text())["status"] == "running"

@@ -317,10 +317,10 @@ def test_runs_without_a_common_task_are_refused_with_what_each_has(tmp_path: Pat
     one = make_run(tmp_path / "a-1", results={"checkpoint-6": HITS})
     other = make_run(tmp_path / "b-1", results={"checkpoint-6": HITS}, task="rouge")
     error = _refused(one.path, other.path)
-    assert "no two of them were scored on the same task" in error.problem
+    assert "fewer than two of these were scored on the same task" in error.problem
     assert "a-1: exact_match" in error.problem
     assert "b-1: rouge" in error.problem
-    assert "no two of them were scored on bleu" in _refused(one.path, other.path, task="bleu").problem
+    assert "fewer than two of these were scored on bleu" in _refused(one.path, other.path, task="bleu").problem
 
 
 def test_runs_without_common_items_are_refused(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_one_run_is_asked_for_where_several_are_named(pipeline: Path) -> None:
     with pytest.raises(RunError, match="holds 3 of them") as refused:
         RunTarget.parse(f"{pipeline}/scores")
     assert f"{pipeline}/scores/base" in refused.value.remedy
-    with pytest.raises(RunError, match="is a pipeline, and one run is meant here"):
+    with pytest.raises(RunError, match="is a pipeline, but one run is needed here"):
         RunTarget.parse(str(pipeline))
 
 

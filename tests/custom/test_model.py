@@ -25,7 +25,7 @@ from finefit.model.resolve_model import (
     custom_fingerprint,
     custom_source,
     custom_source_in,
-    model_outline,
+    read_stub,
     resolve_model,
     weight_files,
 )
@@ -131,7 +131,7 @@ def test_the_model_is_known_by_code_config_tokenizer_and_weights(tmp_path: Path)
 
 def test_an_outline_needs_neither_weights_nor_a_run_of_the_file(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    known = model_outline(make_own(tmp_path, "raise SystemExit(7)", weights="not there"), tmp_path)
+    known = read_stub(make_own(tmp_path, "raise SystemExit(7)", weights="not there"), tmp_path)
     assert known.tokenizer == tmp_path / "tokenizer"
     assert known.config["model_type"] == "finefit_custom"
 
@@ -160,7 +160,7 @@ FAULTS = {
         CODE.replace("def build(config)", "def build(config, more)"),
         r"\(config, more\), .* one argument",
     ),
-    "no_module": ("def build(config):\n    return 3", r"my_model.py has a build that gave 3; give an nn.Module"),
+    "no_module": ("def build(config):\n    return 3", r"my_model.py has a build that returned 3; return an nn.Module"),
     "raises": (
         "def build(config):\n    return config['no']",
         r"y:2 failed in build\(config\): KeyError: 'no'",
@@ -207,9 +207,9 @@ def test_what_asks_for_a_card_or_a_value_is_told_that_there_is_none(fault: str, 
 
 
 INPUTS = {
-    "return 3": r"has an inputs that gave 3; give a dict of tensors",
-    "return {}": r"has an inputs that gave {}; give a dict of tensors",
-    "return {'x': [1]}": r"give a dict of tensors",
+    "return 3": r"has an inputs that returned 3; return a dict of tensors",
+    "return {}": r"has an inputs that returned {}; return a dict of tensors",
+    "return {'x': [1]}": r"return a dict of tensors",
     "return {'x': torch.ones(1, requires_grad=True)}": r"has an inputs whose x requires a gradient",
     "return {'x': torch.ones(1, device='meta')}": r"has an inputs whose x is on meta",
     "return rows[9]": r"my_model.py:\d+ failed in inputs: IndexError",
@@ -229,7 +229,9 @@ def test_inputs_that_cannot_be_taken_are_refused(statement: str, tmp_path: Path)
 def test_a_count_is_a_whole_number_of_at_least_one(given: str, tmp_path: Path) -> None:
     counted = "        return int((inputs"
     model = own(loaded(tmp_path, CODE.replace(counted, f"        return {given}\n{counted}")))
-    with pytest.raises(ModelError, match=r"my_model.py has a count that gave .*; give a whole number of at least 1"):
+    with pytest.raises(
+        ModelError, match=r"my_model.py has a count that returned .*; return a whole number of at least 1"
+    ):
         model.count(model.inputs(rows()))
 
 
@@ -259,9 +261,9 @@ def test_of_all_that_a_model_returns_the_sum_alone_is_taken(given: str, tmp_path
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("3.0", r"has a loss that gave 3.0; give a tensor"),
-        ("{'total': total}", r"has a loss that gave .*; give a tensor"),
-        ("()", r"has a loss that gave \(\)"),
+        ("3.0", r"has a loss that returned 3.0; return a tensor"),
+        ("{'total': total}", r"has a loss that returned .*; return a tensor"),
+        ("()", r"has a loss that returned \(\)"),
         ("total.repeat(2)", r"has a loss of shape \(2,\)"),
         ("total.long()", r"has a loss of shape \(\) in torch.int64"),
     ],
@@ -276,7 +278,7 @@ def test_a_loss_is_a_scalar(given: str, words: str, tmp_path: Path) -> None:
 def test_answers_are_lists_of_tokens_one_for_each_row(given: str, tmp_path: Path) -> None:
     begin = "        answers = []\n"
     model = own(loaded(tmp_path, CODE.replace(begin, f"        return {given}\n{begin}")))
-    with pytest.raises(ModelError, match=r"has a generate that gave .* for 2 rows"):
+    with pytest.raises(ModelError, match=r"has a generate that returned .* for 2 rows"):
         model.generate({}, rows=2, max_new_tokens=4, stops=frozenset())
 
 

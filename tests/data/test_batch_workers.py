@@ -87,7 +87,7 @@ def test_a_fault_of_an_image_arrives_as_what_it_is(seen: tuple[Collator, Example
 def test_a_process_has_no_card_and_what_asks_for_one_is_refused(one: BatchWorkers) -> None:
     assert one.submit(os.getenv, "CUDA_VISIBLE_DEVICES").result() == ""
     assert one.submit(torch.cuda.is_available).result() is False
-    with pytest.raises(ModelError, match=r"was asked for a GPU, and has none: .*:\d+: ") as raised:
+    with pytest.raises(ModelError, match=r"requested a GPU but has none: .*:\d+: ") as raised:
         one.submit(partial(torch.zeros, 1, device="cuda")).result()
     assert "make batches on the CPU" in raised.value.remedy
 

@@ -10,7 +10,7 @@ from tokenizers import normalizers
 from finefit.artifacts.atomic import read_lines
 from finefit.artifacts.records import Levers
 from finefit.artifacts.stage_records import Preparation
-from finefit.data.collate import collate, largest_row, lengths_of, micro_batches, pack, supervised_counts_of
+from finefit.data.collate import collate, largest_row, lengths_of, pack, supervised_counts_of
 from finefit.data.examples import Example, ExamplePairs, ExampleWriter, Pair, open_examples
 from finefit.data.order import Capacity, capacity_of, efficiency
 from finefit.data.render import Renderer, open_renderer
@@ -20,6 +20,7 @@ from finefit.errors import DataError
 from finefit.objective.batch import Batch
 from tests.conftest import make_tokenizer, write_jsonl
 from tests.data.conftest import WIDE, prepared
+from tests.micro_batches import micro_batches
 from tests.pairs import make_pairs
 
 PAD = 9
@@ -391,4 +392,4 @@ def test_a_side_that_nothing_can_be_learnt_from_is_no_pair() -> None:
     )
     piece = ChunkRenderer(Renderer(make_tokenizer(chat=False), "plain"), WIDE, pairs=True).render([row])
     assert piece.examples == [0]
-    assert "without a token to learn from" in piece.problems[0][0]
+    assert "without supervised tokens" in piece.problems[0][0]

@@ -225,7 +225,7 @@ def test_a_split_that_is_not_there_is_an_error_that_lists_what_is(tmp_path: Path
 @pytest.mark.parametrize("other", ["more.jsonl", "train_test.jsonl"])
 def test_a_file_of_no_split_beside_files_of_one_is_never_left_out_in_silence(tmp_path: Path, other: str) -> None:
     _make(tmp_path, "data/train.jsonl", f"data/{other}")
-    assert _fault("data", tmp_path).problem.endswith(f"tell none or several: data/{other}")
+    assert _fault("data", tmp_path).problem.endswith(f"contain no split or several: data/{other}")
 
 
 def test_a_missing_shard_is_an_error(tmp_path: Path) -> None:
@@ -409,3 +409,20 @@ def test_errors_of_the_hub_tell_what_to_do(tmp_path: Path, monkeypatch: pytest.M
         fault = _fault("hf://datasets/owner/name", tmp_path)
         assert fault.problem == problem
         assert remedy in fault.remedy
+
+
+def test_a_folder_gives_its_regular_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text("{}")
+    os.mkfifo(tmp_path / "rows" / "b.jsonl")
+    (tmp_path / "rows" / "c.jsonl").symlink_to("/dev/zero")
+    for named in ("rows", "rows/*.jsonl"):
+        assert [file.name for file in find_files(named, tmp_path, split="train")] == ["rows/a.jsonl"]
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device"])
+def test_what_is_named_and_is_not_a_file_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    os.mkfifo(path) if kind == "a pipe" else path.symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=rf"rows\.jsonl is {kind}"):
+        find_files("rows.jsonl", tmp_path, split="train")

@@ -63,7 +63,7 @@ def _rows(reading: SourceReader) -> list[Row]:
 
 
 def _seen(row: Row) -> list[int]:
-    """The numbers of the pictures that the row shows."""
+    """The numbers of the images in the row."""
     return [decode(image).getpixel((0, 0))[0] for image in row.images]  # type: ignore[index]
 
 
@@ -212,7 +212,7 @@ def test_a_record_that_tells_no_split_is_a_bad_one(tmp_path: Path) -> None:
     _write(tmp_path / "dataset.json", OCRVQA | {"000215949X": without})
     bad = [row for row in _open(tmp_path, "dataset.json").rows() if isinstance(row, BadRow)]
     assert [(row.place, row.reason) for row in bad] == [
-        ("record 2 of dataset.json", "has no split, by which rows are chosen")
+        ("record 2 of dataset.json", "has no split, by which rows are selected")
     ]
 
 
@@ -252,7 +252,7 @@ def test_vqav2_is_joined_from_questions_and_annotations_on_images_of_coco(tmp_pa
 
 
 def test_annotations_of_another_subset_do_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"has another data_subtype than its partner in annotations\.json: .train2014"):
+    with pytest.raises(DataError, match=r"has a different data_subtype than its partner in .*: .train2014"):
         _vqav2(tmp_path, subtype="train2014")
 
 

@@ -18,6 +18,7 @@ from finefit.data import images
 from finefit.data.columns import RecordError
 from finefit.data.images import MAX_PIXELS, ImageLocation, content_of, decode, find_image
 from finefit.data.rows import Image, Message, Row
+from tests.memory import peak_of
 
 
 def _fill(root: Path, *names: str) -> None:
@@ -49,7 +50,7 @@ def test_an_image_lies_at_its_path_or_in_a_folder_beside_the_data(tmp_path: Path
     ] == ["1.png", "png/2.png", "documents/3.png", "png/2.png", "png/deep/4.png"]
     for path in ("5.png", "4.png", "3.gif"):
         assert _file_fault(tmp_path, path) == (
-            f"{path} is not there: looked in {tmp_path}, and in the folders and zips in it; name another place "
+            f"{path} does not exist: looked in {tmp_path}, and in the folders and zips in it; name another place "
             "with images_root"
         )
 
@@ -62,7 +63,7 @@ def test_a_name_without_an_extension_stands_for_the_image_of_that_name(tmp_path:
         "images/v1.5.png",
         "images/4",
     ]
-    assert "3 is not there" in _file_fault(tmp_path, "3")
+    assert "3 does not exist" in _file_fault(tmp_path, "3")
     _fill(tmp_path, "images/2.png")
     assert _file_fault(tmp_path, "2") == (
         f"2 may be {tmp_path}/images/2.png and {tmp_path}/images/2.GIF; name the one folder or zip with images_root"
@@ -88,7 +89,7 @@ def test_zips_are_looked_into_where_no_folder_has_it(tmp_path: Path) -> None:
         "zipped 3.jpg",
     ]
     assert find_image(Image(path="2", root=str(tmp_path))) == ImageLocation(tmp_path / "all.zip", "train_images/2.jpg")
-    assert "2.jpg is not there" in _file_fault(tmp_path, "images/2.jpg")
+    assert "2.jpg does not exist" in _file_fault(tmp_path, "images/2.jpg")
 
 
 def test_a_zip_may_be_the_root_itself(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_a_zip_may_be_the_root_itself(tmp_path: Path) -> None:
     assert _file_fault(tmp_path / "all.zip", "2.png").startswith(
         f"2.png may be a/2.png in {tmp_path}/all.zip and b/2.png in"
     )
-    assert "lies outside" in _file_fault(tmp_path / "all.zip", "../secret.png")
+    assert "is outside" in _file_fault(tmp_path / "all.zip", "../secret.png")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_a_path_that_leaves_its_root_is_refused(tmp_path: Path, path: str) -> No
     assert _file_fault(tmp_path / "root", path).endswith(
         (
             "is not a path",
-            f"lies outside of {tmp_path}/root, where its images start; name another folder with images_root",
+            f"is outside of {tmp_path}/root, the root of its images; name another folder with images_root",
         )
     )
 
@@ -116,8 +117,8 @@ def test_a_path_that_leaves_its_root_is_refused(tmp_path: Path, path: str) -> No
 def test_a_whole_path_below_the_root_is_taken(tmp_path: Path) -> None:
     _fill(tmp_path, "png/1.png", "secret.png")
     assert _content(tmp_path, f"{tmp_path}/png/1.png") == "png/1.png"
-    assert "lies outside" in _file_fault(tmp_path / "png", f"{tmp_path}/secret.png")
-    assert "lies outside" in _file_fault(tmp_path / "png", f"{tmp_path}/png/../secret.png")
+    assert "is outside" in _file_fault(tmp_path / "png", f"{tmp_path}/secret.png")
+    assert "is outside" in _file_fault(tmp_path / "png", f"{tmp_path}/png/../secret.png")
 
 
 def test_links_of_the_user_are_followed(tmp_path: Path) -> None:
@@ -128,21 +129,21 @@ def test_links_of_the_user_are_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["x" * 5000, "\ud800.png", "a/b/c" * 100])
 def test_a_name_that_no_file_can_have_is_not_there(tmp_path: Path, path: str) -> None:
-    assert "is not there" in _file_fault(tmp_path, path)
+    assert "does not exist" in _file_fault(tmp_path, path)
 
 
 def test_a_folder_is_no_image_and_a_root_that_is_gone_is_told(tmp_path: Path) -> None:
     (tmp_path / "1.png").mkdir()
-    assert "1.png is not there" in _file_fault(tmp_path, "1.png")
+    assert "1.png does not exist" in _file_fault(tmp_path, "1.png")
     assert (
         _file_fault(tmp_path / "gone", "1.png")
-        == f"{tmp_path}/gone, where its images start, cannot be read: No such file or directory"
+        == f"{tmp_path}/gone, the root of the images, cannot be read: No such file or directory"
     )
 
 
 def test_files_that_come_later_are_found(tmp_path: Path) -> None:
     _fill(tmp_path, "rows.json")
-    assert "is not there" in _file_fault(tmp_path, "1.png")
+    assert "does not exist" in _file_fault(tmp_path, "1.png")
     os.utime(tmp_path, ns=(0, 0))
     _fill(tmp_path, "png/1.png")
     assert _content(tmp_path, "1.png") == "png/1.png"
@@ -194,17 +195,17 @@ SIZE = (32, 16)
 SHARP: dict[str, dict[str, Any]] = {"JPEG": {"quality": 100, "subsampling": 0}, "WEBP": {"lossless": True}}
 
 
-def _picture(mode: str = "RGB") -> PIL.Image.Image:
+def _drawn_image(mode: str = "RGB") -> PIL.Image.Image:
     """A quarter of each colour: red and lime above, blue and black below."""
-    picture = PIL.Image.new("RGB", SIZE)
+    image = PIL.Image.new("RGB", SIZE)
     for at, colour in enumerate(CORNERS.values()):
-        picture.paste(colour, (at % 2 * 16, at // 2 * 8, at % 2 * 16 + 16, at // 2 * 8 + 8))
-    return picture.convert(mode)
+        image.paste(colour, (at % 2 * 16, at // 2 * 8, at % 2 * 16 + 16, at // 2 * 8 + 8))
+    return image.convert(mode)
 
 
-def _encoded(picture: PIL.Image.Image, form: str = "PNG", **options: Any) -> bytes:
+def _encoded(image: PIL.Image.Image, form: str = "PNG", **options: Any) -> bytes:
     written = io.BytesIO()
-    picture.save(written, form, **options)
+    image.save(written, form, **options)
     return written.getvalue()
 
 
@@ -218,10 +219,10 @@ def _fault(data: bytes, *, max_pixels: int = MAX_PIXELS) -> str:
     return str(caught.value)
 
 
-def _colours(picture: PIL.Image.Image) -> list[tuple[int, ...]]:
+def _colours(image: PIL.Image.Image) -> list[tuple[int, ...]]:
     """In the middle of each quarter."""
-    width, height = picture.size
-    return [tuple(np.asarray(picture)[height * y // 4, width * x // 4]) for y in (1, 3) for x in (1, 3)]
+    width, height = image.size
+    return [tuple(np.asarray(image)[height * y // 4, width * x // 4]) for y in (1, 3) for x in (1, 3)]
 
 
 def _is_near(found: list[tuple[int, ...]], wanted: list[tuple[int, ...]], tolerance: int = 4) -> bool:
@@ -236,8 +237,8 @@ def _is_near(found: list[tuple[int, ...]], wanted: list[tuple[int, ...]], tolera
         *(("JPEG", "RGB", {"quality": 100, "subsampling": 0}), ("JPEG", "CMYK", {"quality": 100, "subsampling": 0})),
     ],
 )
-def test_every_form_shows_the_same_picture_in_rgb(form: str, mode: str, options: dict[str, Any]) -> None:
-    data = _encoded(_picture(mode), form, **options)
+def test_every_form_shows_the_same_image_in_rgb(form: str, mode: str, options: dict[str, Any]) -> None:
+    data = _encoded(_drawn_image(mode), form, **options)
     shown = decode(Image(data=data))
     assert (shown.mode, shown.size) == ("RGB", SIZE)
     assert _is_near(_colours(shown), list(CORNERS.values()))
@@ -260,19 +261,19 @@ def test_every_form_shows_the_same_picture_in_rgb(form: str, mode: str, options:
 def test_an_image_is_turned_as_its_camera_was_held(form: str, orientation: int, corners: list[str]) -> None:
     exif = PIL.Image.Exif()
     exif[0x0112] = orientation
-    image = Image(data=_encoded(_picture(), form, exif=exif, **SHARP.get(form, {})))
+    image = Image(data=_encoded(_drawn_image(), form, exif=exif, **SHARP.get(form, {})))
     shown = decode(image)
     assert _is_near(_colours(shown), [CORNERS[colour] for colour in corners])
     assert shown.size == (SIZE if orientation < 5 else SIZE[::-1])
 
 
 def test_what_is_transparent_is_laid_on_white() -> None:
-    picture = _picture("RGBA")
-    picture.putalpha(PIL.Image.new("L", SIZE, 0))
-    assert _colours(decode(Image(data=_encoded(picture)))) == [(255, 255, 255)] * 4
-    picture.putalpha(PIL.Image.new("L", SIZE, 128))
+    image = _drawn_image("RGBA")
+    image.putalpha(PIL.Image.new("L", SIZE, 0))
+    assert _colours(decode(Image(data=_encoded(image)))) == [(255, 255, 255)] * 4
+    image.putalpha(PIL.Image.new("L", SIZE, 128))
     assert _is_near(
-        _colours(decode(Image(data=_encoded(picture)))),
+        _colours(decode(Image(data=_encoded(image)))),
         [(255, 127, 127), (127, 255, 127), (127, 127, 255), (127, 127, 127)],
     )
     grey = PIL.Image.new("LA", SIZE, (0, 0))
@@ -280,9 +281,9 @@ def test_what_is_transparent_is_laid_on_white() -> None:
 
 
 def test_a_colour_that_a_file_calls_transparent_is_white() -> None:
-    data = _encoded(_picture(), transparency=CORNERS["black"])
+    data = _encoded(_drawn_image(), transparency=CORNERS["black"])
     assert _colours(decode(Image(data=data))) == [*list(CORNERS.values())[:3], (255, 255, 255)]
-    palette = _picture("P")
+    palette = _drawn_image("P")
     index = int(np.asarray(palette)[12, 24])
     assert _colours(decode(Image(data=_encoded(palette, "GIF", transparency=index))))[3] == (255, 255, 255)
 
@@ -295,13 +296,13 @@ def test_sixteen_bits_are_taken_as_eight() -> None:
 
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_pixels_without_an_agreed_range_are_refused(mode: str) -> None:
-    assert "pixels of 32 bits" in _fault(_encoded(_picture("L").convert(mode), "TIFF"))
+    assert "pixels of 32 bits" in _fault(_encoded(_drawn_image("L").convert(mode), "TIFF"))
 
 
 def test_of_an_animation_the_first_frame_is_shown() -> None:
     second = PIL.Image.new("RGB", SIZE, "white")
     for form in ("GIF", "PNG", "WEBP"):
-        data = _encoded(_picture(), form, save_all=True, append_images=[second], **SHARP.get(form, {}))
+        data = _encoded(_drawn_image(), form, save_all=True, append_images=[second], **SHARP.get(form, {}))
         assert _is_near(_colours(decode(Image(data=data))), list(CORNERS.values()))
 
 
@@ -310,9 +311,9 @@ def test_of_an_animation_the_first_frame_is_shown() -> None:
     [
         (b"", r"its image is not an image that can be read: its 0 bytes begin with b''"),
         (b"<html>404</html>", r"its image is not an image that can be read: its 16 bytes begin with b'<html>40'"),
-        (_encoded(_picture())[:60], "its image cannot be decoded: .+"),
-        (_encoded(_picture(), "JPEG")[:-30], "its image cannot be decoded: .*truncated.*"),
-        (_encoded(_picture(), "TIFF")[:100], "its image .+"),
+        (_encoded(_drawn_image())[:60], "its image cannot be decoded: .+"),
+        (_encoded(_drawn_image(), "JPEG")[:-30], "its image cannot be decoded: .*truncated.*"),
+        (_encoded(_drawn_image(), "TIFF")[:100], "its image .+"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "its image is not an image that can be read.*"),
     ],
 )
@@ -334,7 +335,7 @@ def _png(width: int, height: int) -> bytes:
 @pytest.mark.parametrize("size", [(0, 0), (0, 5), (5, 0)])
 def test_an_image_without_pixels_is_refused(size: tuple[int, int]) -> None:
     gif = b"GIF89a" + struct.pack("<HHBBB", *size, 0, 0, 0) + b";"
-    bmp = bytearray(_encoded(_picture(), "BMP"))
+    bmp = bytearray(_encoded(_drawn_image(), "BMP"))
     bmp[18:26] = struct.pack("<ii", *size)
     for data in (_png(*size), gif, bytes(bmp)):
         assert _fault(data) == f"its image is empty: it has {size[0]} x {size[1]} pixels"
@@ -347,7 +348,7 @@ def test_an_image_that_would_fill_the_memory_is_refused_before_it_is_decoded(siz
 
 
 def test_a_lower_limit_may_be_set() -> None:
-    data = _encoded(_picture())
+    data = _encoded(_drawn_image())
     assert decode(Image(data=data), max_pixels=512).size == SIZE
     assert _fault(data, max_pixels=511) == "its image has too many pixels: 32 x 16, and at most 511 are decoded"
 
@@ -357,7 +358,7 @@ def test_damaged_bytes_are_an_image_or_a_fault_and_nothing_else() -> None:
     exif = PIL.Image.Exif()
     exif[0x0112] = 6
     kinds = (("RGBA", "PNG"), ("P", "GIF"), ("CMYK", "JPEG"), ("RGB", "WEBP"), ("RGB", "BMP"), ("L", "PPM"))
-    forms = [*(_encoded(_picture(mode), form) for mode, form in kinds), _encoded(_picture(), "JPEG", exif=exif)]
+    forms = [*(_encoded(_drawn_image(mode), form) for mode, form in kinds), _encoded(_drawn_image(), "JPEG", exif=exif)]
     refused = 0
     for _ in range(1500):
         data = bytearray(choose.choice(forms))
@@ -371,10 +372,10 @@ def test_damaged_bytes_are_an_image_or_a_fault_and_nothing_else() -> None:
     assert 500 < refused < 1500
 
 
-def test_broken_notes_beside_a_picture_do_not_break_it() -> None:
+def test_broken_notes_beside_an_image_do_not_break_it() -> None:
     exif = PIL.Image.Exif()
     exif[0x0112] = 6
-    data = bytearray(_encoded(_picture(), "JPEG", exif=exif))
+    data = bytearray(_encoded(_drawn_image(), "JPEG", exif=exif))
     at = data.index(b"Exif\0\0") + 14  # the number of tags
     data[at : at + 2] = b"\xff\xff"
     assert decode(Image(data=bytes(data))).mode == "RGB"
@@ -384,3 +385,11 @@ def test_decoding_needs_no_torch_and_its_inputs_travel_to_spawned_processes() ->
     code = "import sys; import finefit.data.images; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert pickle.loads(pickle.dumps(_row(Image(path="a.png", root="x")))) == _row(Image(path="a.png", root="x"))
+
+
+def test_a_large_image_with_transparency_is_in_memory_no_more_than_twice(tmp_path: Path) -> None:
+    path, pixels = tmp_path / "large.png", 5_000 * 6_000
+    PIL.Image.new("RGBA", (5_000, 6_000), (255, 0, 0, 128)).save(path, compress_level=1)
+    setup = "from finefit.data.images import decode; from finefit.data.rows import Image"
+    code = "assert decode(Image(path=Path(sys.argv[1]).name, root=str(Path(sys.argv[1]).parent))).mode == 'RGB'"
+    assert peak_of(code, path, setup=setup) < 10 * pixels  # 4 bytes each, and as many for the result

@@ -97,7 +97,7 @@ def test_each_kind_is_told_apart_and_names_both_places() -> None:
         "the same prompt with another answer",
         "the same but for case and punctuation",
         "nearly the same",
-        "holds it as a whole",
+        "contains it as a whole",
     ]
     assert 0.9 < found[3].similarity < 1
 

@@ -393,8 +393,12 @@ def test_prompts_about_a_recording_that_text_cannot_hold_are_refused_and_a_few_t
     with pytest.raises(DataError, match=f"has {mark} in the prompts of 6 of its first 6 rows"):
         prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}]})
     write_jsonl(tmp_path / "a.jsonl", [*rows[:2], *map(qa, range(10, 15))])
-    found, _ = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}]})
+    write_jsonl(tmp_path / "t.jsonl", [rows[5], *map(qa, range(20, 23))])
+    found, _ = prepared(tmp_path, tokenizer, {"train": [{"path": "a.jsonl"}], "test": {"path": "t.jsonl"}})
     assert source(found).used == 7
+    media = {fault.split: (fault.count, fault.lines) for fault in found.problems if fault.kind == "medium"}
+    assert media["train"] == (2, (f"a.jsonl:1 holds {mark}", f"a.jsonl:2 holds {mark}"))
+    assert media["test"] == (1, (f"t.jsonl:1 holds {mark}",))
 
 
 ASKED, GOOD = {"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}
@@ -405,6 +409,9 @@ ASKED, GOOD = {"role": "user", "content": "2+2"}, {"role": "assistant", "content
     "row",
     [
         {"messages": [ASKED, GOOD], "label": True},
+        {"messages": [ASKED, GOOD], "label": 1},
+        {"messages": [ASKED, GOOD], "label": "desirable"},
+        {"prompt": "2+2", "completion": "4", "label": 1},
         {"messages": [ASKED, GOOD], "kto_tag": True, "system": "Be brief."},
         {"prompt": "2+2", "completion": "4", "label": True},
         {"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD | {"content": "5"}]},
@@ -418,7 +425,8 @@ def test_what_is_suggested_for_rows_of_another_objective_can_be_written_and_work
     judged = next((name for name in ("label", "kto_tag") if name in row), None)
     if judged is None and split == "test":  # test rows may be pairs
         return
-    bad = row | ({judged: False} if judged else {"id": 1})
+    opposite = {"True": False, "1": 0, "desirable": "undesirable"}
+    bad = row | ({judged: opposite[str(row[judged])]} if judged else {"id": 1})
     write_jsonl(tmp_path / "a.jsonl", [row, bad])
     write_jsonl(tmp_path / "b.jsonl", [qa(1)])
     named = {"train": [{"path": "b.jsonl"}], split: {"path": "a.jsonl"} if split == "test" else [{"path": "a.jsonl"}]}

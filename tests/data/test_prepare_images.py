@@ -144,7 +144,7 @@ def test_an_image_that_cannot_be_shown_is_a_fault_by_file_and_row_and_never_some
     found, out = prepared(folder, qwen, TRAIN)
     told = faults(found, "unusable")
     assert [line.split(" ")[0] for line in told] == [f"a.jsonl:{n}" for n in (2, 3, 4, 5, 6)]
-    reasons = ("gone.png is not there", "cannot be decoded", "not an image", "not an image", "lies outside")
+    reasons = ("gone.png does not exist", "cannot be decoded", "not an image", "not an image", "is outside of")
     assert all(reason in line for reason, line in zip(reasons, told, strict=True))
     ledger = source(found)
     assert (ledger.read, ledger.used, ledger.dropped, ledger.images) == (6, 1, {"unusable": 5}, 1)
@@ -156,7 +156,7 @@ def test_a_shape_that_the_processor_does_not_take_is_a_fault_of_the_row(tmp_path
     write_jsonl(tmp_path / "a.jsonl", [asked(0, "thin.png")])
     found, _ = prepared(tmp_path, qwen, TRAIN)
     (line,) = faults(found, "unusable")
-    assert line.startswith("a.jsonl:1 thin.png cannot be shown to the model: it has 1,000 x 2 pixels")
+    assert line.startswith("a.jsonl:1 thin.png cannot be processed for the model: it has 1,000 x 2 pixels")
 
 
 def test_an_image_that_changed_or_went_since_is_an_error_by_file_and_row_when_it_is_shown(
@@ -172,7 +172,9 @@ def test_an_image_that_changed_or_went_since_is_an_error_by_file_and_row_when_it
     draw(tmp_path, "a.png", 3)
     (tmp_path / "b.png").unlink()
     for example in (first, third):  # told of the first row that shows it
-        with pytest.raises(DataError, match=r"\Aa\.jsonl:1: its image .*a\.png has changed since .*\nput it back"):
+        with pytest.raises(
+            DataError, match=r"\Aa\.jsonl:1: its image .*a\.png has changed since .*\nrestore the image"
+        ):
             image_input(processor_in(qwen), example.images[0])
     for place, picture in (("a.jsonl:2", second.images[0]), ("t.jsonl:1", item.image_refs[0])):
         with pytest.raises(DataError, match=rf"\A{place}: its image .*b\.png cannot be read.*it was there when"):

@@ -54,9 +54,9 @@ def by_processor(folder: Path, contents: list[list[dict[str, str]]], row: Row) -
     processor = vlm_processor(folder)
     talk = [{"role": "user", "content": parts} for parts in contents]
     text = processor.apply_chat_template(talk, add_generation_prompt=True)
-    ids: list[int] = processor(
-        text=[text], images=[load_image(picture) for picture in row.image_refs], return_tensors="np"
-    )["input_ids"][0].tolist()
+    ids: list[int] = processor(text=[text], images=[load_image(ref) for ref in row.image_refs], return_tensors="np")[
+        "input_ids"
+    ][0].tolist()
     return ids
 
 
@@ -106,7 +106,7 @@ def test_every_turn_of_a_conversation_sees_the_images_before_it(folder: Path, tm
     assert supervised_texts(renderer, example) == [f"7{eos}", f"8{eos}"]
     first, second = prompts_before_answers(example)
     assert renderer.image_processor is not None
-    sizes = [renderer.image_processor.geometry.num_tokens(picture.grid) for picture in row.image_refs]
+    sizes = [renderer.image_processor.geometry.num_tokens(ref.grid) for ref in row.image_refs]
     token = renderer.image_processor.geometry.image_token
     assert [first.count(token), second.count(token)] == [sizes[0], sum(sizes)]
 
@@ -200,9 +200,9 @@ def test_a_template_that_loses_an_image_is_a_fault_with_numbers(qwen: Path, tmp_
     assert problem_of(renderer, row) == "the template writes 0 places for images (<|image_pad|>), and 1 belong there"
 
 
-def test_a_renderer_without_an_eye_refuses_images(qwen: Path, tmp_path: Path) -> None:
+def test_a_renderer_without_an_image_processor_refuses_images(qwen: Path, tmp_path: Path) -> None:
     row = Row(source="rows.jsonl", number=1, messages=(USER, ANSWER), images=(Image(path="a.png", root=str(tmp_path)),))
-    assert problem_of(open_renderer(qwen, "chat"), row) == "the row has an image, and this model cannot see"
+    assert problem_of(open_renderer(qwen, "chat"), row) == "the row has an image, but this model is text-only"
 
 
 def _long(marks: str = "") -> list[Message]:
@@ -247,7 +247,7 @@ def test_images_that_do_not_fit_make_a_row_too_long_and_are_told(folder: Path, t
         renderer.prompt_tokens(row.prompt, image_refs=row.image_refs, max_tokens=tokens)
 
 
-def test_prompts_of_another_eye_have_another_hash(qwen: Path) -> None:
+def test_prompts_of_another_image_processor_have_another_hash(qwen: Path) -> None:
     renderer = renderer_in(qwen)
     other = replace(processor_in(qwen), identity="another")
     renderers = (renderer, replace(renderer, image_processor=None), replace(renderer, image_processor=other))

@@ -220,9 +220,9 @@ def test_a_preference_pair_is_a_prompt_with_two_endings(value: Value) -> None:
         ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "chosen and rejected are equal"),
         (
             {"chosen": [USER, ANSWER], "rejected": [{"role": "user", "content": "3"}, OTHER]},
-            "chosen does not go on from the prompt with an answer",
+            "chosen does not continue the prompt with an answer",
         ),
-        ({"chosen": [USER, ANSWER], "rejected": [USER]}, "rejected does not go on from the prompt with an answer"),
+        ({"chosen": [USER, ANSWER], "rejected": [USER]}, "rejected does not continue the prompt with an answer"),
         ({"chosen": [USER, ANSWER]}, "has no rejected"),
         ({"chosen": [USER, ANSWER], "rejected": [USER, {"role": "assistant", "content": " "}]}, "has an empty answer"),
     ],
@@ -327,7 +327,7 @@ def test_tool_calls_reasoning_and_tools_are_kept() -> None:
     assert json.loads(row.tools) == TOOLS
     swapped = copy.deepcopy(value)
     swapped["messages"][2]["tool_call_id"] = "c2"
-    assert _fault(value, swapped) == "messages has tool results that do not come in the order of the calls"
+    assert _fault(value, swapped) == "messages has tool results that are not in the order of the calls"
 
 
 def test_sharegpt_calls_functions_and_observes() -> None:
@@ -510,10 +510,8 @@ def test_a_column_that_is_not_there_is_an_error_that_lists_those_that_are() -> N
 )
 def test_fields_that_make_no_row_are_an_error(names: str) -> None:
     error = _error({"a": "x"}, **dict.fromkeys(names.split(), "a"))
-    assert (
-        error.problem
-        == f"rows.jsonl: fields with {', '.join(n for n in Fields.model_fields if n in names.split())} are not a shape"
-    )
+    given = ", ".join(name for name in Fields.model_fields if name in names.split())
+    assert error.problem == f"rows.jsonl: fields with {given} are not a known shape"
 
 
 @pytest.mark.parametrize(
@@ -710,6 +708,9 @@ def test_a_dialogue_as_text_with_its_summary_is_a_document() -> None:
         ("videos", ["a.mp4"], "video"),
         ("audio", {"path": "a.wav", "bytes": b"RIFF"}, "audio"),
         ("video_path", "a.mp4", "video"),
+        ("speech", {"array": [0.0, 0.1], "sampling_rate": 16000}, "audio"),
+        ("clip", {"path": "a.MP4", "bytes": b"0"}, "video"),
+        ("spoken", [{"path": "a.flac", "bytes": None}], "audio"),
     ],
 )
 @pytest.mark.parametrize("beside", [{"messages": [USER, ANSWER]}, {"question": "q", "answer": "a"}, {"text": "t"}])
@@ -755,7 +756,7 @@ def test_llama_factorys_typed_values_are_read_with_reasoning_calls_and_images() 
             _parts("assistant", ("reasoning", "a")) | {"thinking": "b"},
             "two different reasonings, under thinking, content",
         ),
-        (_parts("user", ("reasoning", "a")), "only an assistant has these"),
+        (_parts("user", ("reasoning", "a")), "which only an assistant may have"),
         (_parts("assistant", ("tool_call", "{")), "is not JSON"),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_record_without_its_one_partner_is_told(tmp_path: Path) -> None:
         "has the question_id 2, which occurs more than once in answers.json",
         "has the question_id 3, which answers.json lacks",
         "has no question_id to join answers.json by",
-        "has another image_id than its partner in answers.json: 9",
+        "has a different image_id than its partner in answers.json: 9",
     ]
 
 

@@ -297,7 +297,7 @@ def test_thoughts_in_an_answer_stay_where_a_template_knows_none_and_are_refused_
 
 def test_an_answer_without_reasoning_is_refused_where_the_prompt_opens_the_thinking() -> None:
     rendered = render_one(_renderer("nemotron_3_nano", thinking=True), SINGLE)
-    assert "opens the thinking, and this answer has no reasoning" in rendered.problem
+    assert "opens the thinking, but this answer has no reasoning" in rendered.problem
 
 
 FUNCTION_XML = "<tool_call>\n<function=add>\n<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>"
@@ -342,7 +342,7 @@ def test_calls_of_tools_are_supervised_to_their_end_or_the_row_is_refused(name: 
     rendered = render_one(renderer, CALLING, tools=TOOLS)
     if name not in CALLS:
         assert "tool" in rendered.problem
-        assert "take a model whose chat template writes tools" in rendered.remedy
+        assert "use a model whose chat template writes tools" in rendered.remedy
         return
     call, answer = (text for example in rendered.examples for text in supervised_texts(renderer, example))
     assert call == CALLS[name]

@@ -18,12 +18,12 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finefit.data import template_process
-from finefit.data.template_process import Conversation, TemplateProcess
+from finefit.data.template_process import TemplateProcess, TemplateRequest
 from finefit.errors import DataError, ModelError, WorkerDied
 from tests.conftest import TEMPLATE
 
 TEMPLATES = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
-HI = Conversation([{"role": "user", "content": "Hi."}], True, None)
+HI = TemplateRequest([{"role": "user", "content": "Hi."}], True, None)
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 ENDLESS = {
     "nested loops": LOOP,
@@ -49,7 +49,7 @@ def process() -> Iterator[TemplateProcess]:
     made._end()
 
 
-def _render(process: TemplateProcess, source: str, *conversations: Conversation) -> list[str | DataError]:
+def _render(process: TemplateProcess, source: str, *conversations: TemplateRequest) -> list[str | DataError]:
     return process.render("the chat template of tiny", source, {"eos_token": "</s>"}, conversations or (HI,))
 
 
@@ -89,7 +89,7 @@ def test_a_template_without_end_is_refused_with_the_limit_of_its_time(
     kind: str, process: TemplateProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template_process, "SECONDS", 0.5)
-    assert "takes more than 0.6 s of processor time for 1 conversation" in _refused(process, ENDLESS[kind]).problem
+    assert "takes more than 0.6 s of CPU time for 1 conversation" in _refused(process, ENDLESS[kind]).problem
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the address space can be limited on Linux alone")
@@ -140,16 +140,16 @@ def test_a_refusal_costs_one_conversation_of_many(process: TemplateProcess) -> N
     assert [type(found[1]), type(found[3])] == [DataError, DataError]
 
 
-def _conversations() -> list[Conversation]:
+def _conversations() -> list[TemplateRequest]:
     user, answer = {"role": "user", "content": "Ünïcode \u4f60 \U0001f600"}, {"role": "assistant", "content": "4"}
     tool = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
     turns = [user, answer, user]
-    return [Conversation(turns[:size], opening, None) for size in (1, 2, 3) for opening in (True, False)] + [
-        Conversation([user], True, [tool])
+    return [TemplateRequest(turns[:size], opening, None) for size in (1, 2, 3) for opening in (True, False)] + [
+        TemplateRequest([user], True, [tool])
     ]
 
 
-def _by_transformers(source: str, variables: dict[str, Any], conversation: Conversation) -> object:
+def _by_transformers(source: str, variables: dict[str, Any], conversation: TemplateRequest) -> object:
     messages, opening, tools = conversation
     variables = {**variables, "tools": tools, "add_generation_prompt": opening}
     try:
@@ -170,13 +170,13 @@ def test_what_is_written_is_what_transformers_writes(path: Path) -> None:
 def test_halves_of_characters_come_back_as_they_were(process: TemplateProcess) -> None:
     text = "\ud83d\ude00 \ud800 \U0001f600 \x00\r\n"
     message = {"role": "user", "content": text}
-    assert _render(process, "{{ messages[0].content }}", Conversation([message], True, None)) == [text]
+    assert _render(process, "{{ messages[0].content }}", TemplateRequest([message], True, None)) == [text]
 
 
 def test_a_row_may_be_a_book(process: TemplateProcess) -> None:
     text = "A whole book. \U0001f600" + "A whole book. " * 1_000_000
     messages = [{"role": role, "content": text} for role in ("user", "assistant")]
-    (written,) = _render(process, TEMPLATE, Conversation(messages, False, None))
+    (written,) = _render(process, TEMPLATE, TemplateRequest(messages, False, None))
     assert isinstance(written, str)
     assert written.count(text) == 2
 
@@ -225,12 +225,12 @@ def test_after_an_interrupt_the_next_text_is_that_of_its_own_conversation(proces
 
 SCRIPT = """
 import os, resource, signal, sys, time
-from finefit.data.template_process import Conversation, shared_process
+from finefit.data.template_process import TemplateRequest, shared_process
 from finefit.errors import ModelError
 
 def write(source="{{ messages[0].content }}"):
     try:
-        return process.render("it", source, {}, [Conversation([{"role": "user", "content": "Hi."}], True, None)])
+        return process.render("it", source, {}, [TemplateRequest([{"role": "user", "content": "Hi."}], True, None)])
     except ModelError:
         return None
 

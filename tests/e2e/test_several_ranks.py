@@ -147,7 +147,8 @@ def test_the_first_rank_alone_writes_what_the_run_is_known_by(whole: Path) -> No
         "run.log",
     ]
     peaks = [max(line["peak_bytes"] for line in read_lines(where.memory_of(rank))) for rank in (0, 1)]
-    assert read_record(where.result, StageResult).peak_bytes >= max(peaks)
+    drift = 1 << 20  # the kernel adds up the pages of threads now and then, so a later reading may be a little lower
+    assert read_record(where.result, StageResult).peak_bytes >= max(peaks) - drift
 
 
 def test_one_of_two_ranks_killed_ends_all_at_once_and_the_same_command_goes_on(

@@ -138,7 +138,7 @@ def test_a_batch_that_runs_out_of_memory_is_cut_in_half_and_goes_on_with_the_sam
     )
     assert found == {at: 10 * at for at in range(8)}
     assert batches == [[1, 2, 4, 5], [1, 2], [4, 5], [3, 6], [0, 7]]
-    assert warned == ["out of memory with 4 rows of up to 100 tokens at once; went on with 2"]
+    assert warned == ["out of memory with 4 rows of up to 100 tokens at once; continued with 2"]
 
 
 def test_shorter_rows_still_get_half_of_the_limit() -> None:
@@ -226,7 +226,7 @@ def test_all_that_is_shown_now_and_as_much_as_may_wait_is_decoded_in_order() -> 
     assert later.asked == ["1", "2", "3", "4"]
 
 
-def test_a_picture_that_several_rows_ask_about_is_decoded_once_while_it_is_wanted() -> None:
+def test_an_image_that_several_rows_use_is_decoded_once_while_it_is_needed() -> None:
     later = Later()
     prefetch = _prefetch(later)
     prefetch.ahead([_ref(1), _ref(1)], [_ref(2), _ref(1)])

@@ -18,7 +18,7 @@ from finefit.artifacts.forecasts import EvalBatchLimit
 from finefit.artifacts.records import write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.artifacts.stage_records import EvalRequest
-from finefit.errors import RunError
+from finefit.errors import ModelError, RunError
 from finefit.evaluate import harness
 from finefit.evaluate.harness import HarnessOutput, command_of, make_result, read_output
 from finefit.facts.files import read_model_folder
@@ -281,3 +281,12 @@ def test_the_real_package_scores_a_task_of_ones_own(tmp_path: Path, monkeypatch:
     assert (result.n, result.available, list(result.metrics)) == (2, 2, ["exact_match"])
     assert result.items[0].prompt == "<|user|>add 1 and 2<|end|>\n<|assistant|>"
     assert result.signature["tasks"] == "finefit_sums v1.0"
+
+
+def test_a_template_without_end_is_refused_before_lm_eval_renders_it(tmp_path: Path) -> None:
+    where, _ = _stage(tmp_path)
+    (where.tokenizer / "chat_template.jinja").write_text("{{ 'x' * 9999999999 }}")
+    with pytest.raises(ModelError, match="template"):
+        harness.require_bounded_template(where.tokenizer)
+    make_tokenizer().save_pretrained(where.tokenizer)
+    harness.require_bounded_template(where.tokenizer)

@@ -211,6 +211,15 @@ def test_an_unknown_card_names_the_nearest(text: str, nearest: str) -> None:
     assert nearest in message.split("nearest known: ")[1].split(";")[0].split(", ")
 
 
+@pytest.mark.parametrize(
+    "text", ["MacBook", "M3 Max", "MI300X", "TPU v4", "7900 XTX", "2x 7900XTX", "Arc A770", "Gaudi2", "Radeon VII"]
+)
+def test_a_card_of_another_maker_is_not_answered_with_an_nvidia_card(text: str) -> None:
+    message = _refusal(text)
+    assert "CUDA" in message
+    assert "nearest" not in message
+
+
 def test_an_unknown_card_says_what_is_accepted() -> None:
     message = _refusal("Radeon VII")
     for form in ("RTX 4090", "24GiB", "8xA100-40GB", "cpu", "auto", "@1.10/h"):

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,14 +14,17 @@ from finefit.facts.files import (
     BLOCK_BYTES,
     NUM_BLOCKS,
     FileFact,
+    fingerprint,
     free_bytes,
     hub_cache,
     read_config,
     read_file,
     read_model_folder,
     reading_model,
+    sha256_of,
     stored_dtypes,
 )
+from tests.memory import peak_of
 
 
 def test_a_file_fact_holds_size_and_digest_under_a_relative_posix_path(tmp_path: Path) -> None:
@@ -315,3 +319,31 @@ def test_an_infinite_number_is_read_as_transformers_writes_it(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(text)
     found = read_config(tmp_path)
     assert found == {"time_step_limit": [0.0, float("inf")], "rope": {"__float__": "1.0", "kind": "x"}}
+
+
+@pytest.mark.parametrize(("name", "at_most"), [("config.json", 4 << 20), ("tokenizer.json", 64 << 20)])
+def test_a_file_of_a_model_beyond_any_published_one_is_refused(tmp_path: Path, name: str, at_most: int) -> None:
+    (tmp_path / name).touch()
+    os.truncate(tmp_path / name, at_most + 1)
+    with pytest.raises(ModelError, match=f"{name} has {at_most + 1:,} bytes, more than the {at_most:,}"):
+        fingerprint({name: tmp_path / name}, [])
+
+
+def test_a_config_of_a_million_small_values_is_refused_in_little_memory(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": [' + "[]," * (8 << 20) + "[]]}")
+    code = """
+try:
+    find_weight_files(Path(sys.argv[1]))
+except ModelError as error:
+    assert "values" in error.problem, error
+else:
+    raise AssertionError
+"""
+    setup = "from finefit.errors import ModelError; from finefit.facts.files import find_weight_files"
+    assert peak_of(code, tmp_path, setup=setup) < 100 << 20
+
+
+def test_the_content_of_what_is_not_a_file_has_no_digest(tmp_path: Path) -> None:
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="a device"):
+        sha256_of(tmp_path / "endless")

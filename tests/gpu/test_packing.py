@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from finefit.artifacts.records import Levers
-from finefit.data.collate import collate, micro_batches, pack
+from finefit.data.collate import collate, pack
 from finefit.data.examples import Example
 from finefit.data.order import capacity_of
 from finefit.model.attention import choose_attention, flash_packed
@@ -29,6 +29,7 @@ from finefit.step.state import make_optimizer
 from finefit.vision.attention import has_varlen
 from tests.gpu.test_fake_kernels import Make, assert_near, measured, predicted
 from tests.gpu.waiting import waiting_forbidden
+from tests.micro_batches import micro_batches
 
 pytestmark = [
     pytest.mark.gpu,

@@ -187,3 +187,22 @@ def test_in_four_bits_a_model_takes_less_room(tmp_path: Path) -> None:
         device_map(folder, dtype=torch.float32, bits=None, free=free)
     assert "4 bits" in caught.value.remedy
     assert set(device_map(folder, dtype=torch.float32, bits=4, free=free).values()) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"nothing", (4).to_bytes(8, "little") + b"{]}{"], ids=["empty", "short", "header"]
+)
+def test_an_adapter_whose_weights_are_damaged_is_refused_by_folder(content: bytes, tmp_path: Path) -> None:
+    base = make_model_folder(tmp_path / "model")
+    adapter = _adapter(base, tmp_path / "adapter", KINDS["lora"]())
+    (adapter / "adapter_model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match="adapter") as refused:
+        load_for_answers(base, adapter, device="cpu", dtype=torch.float32)
+    assert refused.value.remedy
+
+
+def test_a_config_that_cannot_be_read_is_named_before_cards_are_shared_out(tmp_path: Path) -> None:
+    folder = _wide(tmp_path / "model")
+    (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
+    with pytest.raises(ModelError, match="model"):
+        device_map(folder, dtype=torch.float32, bits=None, free={0: 40 * MIB})

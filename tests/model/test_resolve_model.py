@@ -13,10 +13,11 @@ from finefit.errors import ModelError
 from finefit.evaluate.batches import answers
 from finefit.facts.files import finefit_cache, read_model_folder
 from finefit.model.load import load_for_answers
-from finefit.model.resolve_model import ResolvedModel, resolve_model
+from finefit.model.resolve_model import ResolvedModel, adapter_fingerprint, read_stub, resolve_model
 from finefit.spec.models import EmbeddedModel, FolderModel, HubModel
 from tests.conftest import make_model_folder
 from tests.data.conftest import render_one, supervised_texts
+from tests.memory import peak_of
 
 
 def test_a_folder_is_found_from_the_spec_and_named_as_the_user_wrote_it(tmp_path: Path) -> None:
@@ -124,3 +125,38 @@ def test_it_answers(smollm2: ResolvedModel, renderer: Renderer) -> None:
         warn=print,
     )
     assert "Paris" in answer.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
+        "sentencepiece.bpe.model",
+    ],
+)
+def test_any_file_that_holds_a_vocabulary_is_a_tokenizer(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    model = FolderModel(kind="folder", path=".")
+    assert read_stub(model, tmp_path).tokenizer is None
+    (tmp_path / name).touch()
+    assert read_stub(model, tmp_path).tokenizer == tmp_path / "."
+
+
+def test_the_weights_of_an_adapter_are_never_in_memory_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").touch()
+    os.truncate(tmp_path / "adapter_model.safetensors", 300 << 20)
+    code = """
+import ctypes, tracemalloc
+tracemalloc.start()
+adapter_fingerprint(Path(sys.argv[1]))
+assert tracemalloc.get_traced_memory()[1] < 10 << 20
+"""
+    peak_of(code, tmp_path, setup="from finefit.model.resolve_model import adapter_fingerprint")
+
+
+def test_a_config_of_an_adapter_that_cannot_be_one_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "adapter_config.json")
+    with pytest.raises(ModelError, match="adapter_config"):
+        adapter_fingerprint(tmp_path)

@@ -16,7 +16,7 @@ from finefit.facts.files import read_config
 from finefit.model.family import save_weights
 from finefit.model.load import Counts, counts, load_base, make_trainable, weight_dtype
 from finefit.model.saved_weights import frozen_weights_of
-from finefit.moe import build as moe_room
+from finefit.moe import build
 from finefit.moe.build import average_experts, build_moe, moe_config, prove_experts
 from finefit.rehearse.fake_model import measure_size
 from finefit.spec.models import Full, Lora, Subset, Tuning
@@ -453,6 +453,6 @@ def test_an_average_that_reads_back_otherwise_is_found_out(
     def bent(tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
         really({name: tensor * 1.05 if part in name else tensor for name, tensor in tensors.items()}, *args, **kwargs)
 
-    monkeypatch.setattr(moe_room, "save_file", bent)
+    monkeypatch.setattr(build, "save_file", bent)
     with pytest.raises(FinefitError, match=rf"{part}.weight was read back and is not the mean of"):
         average_experts(base, experts, tmp_path / "mean")

@@ -1,3 +1,4 @@
+import os
 from itertools import combinations
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def test_a_file_of_the_users_takes_the_place_of_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("kinds: {tool: {word: [saw]}}", r"holds other than lists of words: kinds\.tool\.word"),
+        ("kinds: {tool: {word: [saw]}}", r"contains entries other than lists of words: kinds\.tool\.word"),
         ("negation: {opposites: [[up]]}", r"negation\.opposites\.0\.1"),
         ("kinds: [", "is not YAML"),
         ("- a", "the file: "),
@@ -50,3 +51,18 @@ def test_a_file_that_holds_something_else_is_refused_with_the_place(tmp_path: Pa
 def test_a_file_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.yaml cannot be read"):
         read_words(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("place", ["a device", "a deep nesting", "a huge file"])
+def test_word_lists_that_would_never_end_are_refused(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "words.yaml"
+    if place == "a device":
+        path.symlink_to("/dev/zero")
+    elif place == "a deep nesting":
+        path.write_text("no_terms: " + "[" * 10_000)
+    else:
+        path.touch()
+        os.truncate(path, 1 << 40)
+    with pytest.raises(DataError, match=r"words\.yaml") as caught:
+        read_words(path)
+    assert caught.value.remedy

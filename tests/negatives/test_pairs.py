@@ -182,7 +182,7 @@ def test_shares_and_counts_that_cannot_be_are_refused() -> None:
         make_pairs(ROWS, seed=0, shares={"entity": 0.0})
     with pytest.raises(DataError, match="one is negative"):
         make_pairs(ROWS, seed=0, shares={"entity": 1.0, "number": -1.0})
-    with pytest.raises(DataError, match="3 pairs of each row are asked for, and 2 rules"):
+    with pytest.raises(DataError, match="3 pairs of each row are requested, but 2 rules"):
         make_pairs(ROWS, seed=0, per_row=3, shares={"entity": 1.0, "number": 1.0})
 
 

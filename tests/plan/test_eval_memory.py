@@ -43,7 +43,7 @@ def batch_limit(
     return make_eval_limits(cfg, target, [asked], prompt_tokens=prompt_tokens, devices=devices)[asked.label]
 
 
-def test_the_room_fits_and_twice_as_many_rows_would_not() -> None:
+def test_the_limit_fits_and_twice_as_many_rows_would_not() -> None:
     tight = replace(CARD, budget_bytes=int(1.1 * 2**30))
     found = batch_limit(tight)
     assert held_bytes(tight, found.reserved_bytes) <= tight.budget_bytes
@@ -87,19 +87,19 @@ def test_a_long_prompt_passes_the_mlp_in_pieces_only_where_it_must() -> None:
     assert held_bytes(CARD, tight.reserved_bytes) <= 4 << 30
 
 
-def test_a_copy_that_fits_on_no_card_is_spread_over_them() -> None:
+def test_a_copy_that_fits_on_no_card_is_split_over_them() -> None:
     small = replace(CARD, budget_bytes=760 << 20)
     whole = batch_limit(small, prompt_tokens=8192)
-    assert not whole.is_spread
+    assert not whole.is_split_over_cards
     assert held_bytes(small, whole.reserved_bytes) > small.budget_bytes
     spread = batch_limit(small, prompt_tokens=8192, devices=4)
-    assert (spread.is_spread, spread.devices) == (True, 4)
+    assert (spread.is_split_over_cards, spread.devices) == (True, 4)
     assert held_bytes(small, spread.reserved_bytes) <= small.budget_bytes
 
 
 def test_items_are_shared_over_cards_where_a_copy_fits_on_each() -> None:
     found = batch_limit(devices=4)
-    assert (found.is_spread, found.devices, found.rows) == (False, 4, 256)
+    assert (found.is_split_over_cards, found.devices, found.rows) == (False, 4, 256)
 
 
 def test_tasks_that_only_read_are_sized_by_what_reading_takes() -> None:
@@ -129,7 +129,7 @@ def test_a_long_window_passes_the_mlp_in_pieces_where_it_must() -> None:
     assert held_bytes(CARD, found.reserved_bytes) <= 4 << 30
 
 
-def test_tasks_of_the_harness_leave_the_rooms_of_others_alone() -> None:
+def test_tasks_of_the_harness_leave_the_limits_of_others_alone() -> None:
     asked = [evaluation({"kind": "lm_eval", "tasks": ["x"]}), evaluation()]
     eval_limits = make_eval_limits(
         step_config(CONFIG, Full(kind="full"), CARD), CARD, asked, prompt_tokens=512, devices=1
@@ -146,7 +146,7 @@ def test_seconds_are_predicted_where_the_rates_are_known(rates: str | None) -> N
     assert (found.batch_seconds is not None) is (rates is not None)
 
 
-def _seeing(grids: tuple[tuple[int, ...], ...], target: Target = CARD, **more: Any) -> Any:
+def _limit_with(grids: tuple[tuple[int, ...], ...], target: Target = CARD, **more: Any) -> Any:
     """A tower that is large beside its language model, and prompts of one image's tokens."""
     config = vlm_config(
         "llava", vision_config={"hidden_size": 512, "intermediate_size": 2048, "image_size": 448}, image_seq_length=3136
@@ -156,15 +156,15 @@ def _seeing(grids: tuple[tuple[int, ...], ...], target: Target = CARD, **more: A
     return make_eval_limits(cfg, target, [asked], prompt_tokens=200, devices=1, grids=grids)[asked.label]
 
 
-def test_images_take_their_part_of_the_room_and_lengthen_the_prompt_to_their_tokens() -> None:
+def test_images_take_their_part_of_the_memory_and_lengthen_the_prompt_to_their_tokens() -> None:
     tight = replace(CARD, budget_bytes=int(1.2 * 2**30))
-    blind, seeing = _seeing((), tight), _seeing(((1,),), tight)
-    assert blind.tokens // (200 + 64) > seeing.tokens // (3136 + 2 + 64) >= 1
-    assert held_bytes(tight, seeing.reserved_bytes) <= tight.budget_bytes
+    without_images, with_images = _limit_with((), tight), _limit_with(((1,),), tight)
+    assert without_images.tokens // (200 + 64) > with_images.tokens // (3136 + 2 + 64) >= 1
+    assert held_bytes(tight, with_images.reserved_bytes) <= tight.budget_bytes
 
 
 def test_a_batch_shows_no_more_numbers_than_the_machine_should_hold_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("finefit.plan.eval_memory._MOST_VALUES", 2 * 3 * 448**2)
-    found = _seeing(((1,),))
+    found = _limit_with(((1,),))
     assert found.tokens == 2 * (3136 + 2 + 64)
     assert found.rows * found.tokens // found.rows >= 2 * 3138

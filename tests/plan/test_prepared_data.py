@@ -263,7 +263,7 @@ def prepared(folder: Path) -> PreparedData:
 
 
 def shown(found: PreparedData) -> list[str]:
-    return [picture.sha256 for example in Examples(found.path("train.safetensors")) for picture in example.images]
+    return [ref.sha256 for example in Examples(found.path("train.safetensors")) for ref in example.images]
 
 
 def stamp(found: PreparedData) -> int:
@@ -292,10 +292,8 @@ def test_a_copy_of_a_project_is_prepared_from_its_own_images(image_project: Path
     for name in ("a.jsonl", "a.png"):
         (copy / name).write_bytes((image_project / name).read_bytes())
     (copy / "model").symlink_to(image_project / "model")
-    (picture,) = [
-        picture for example in Examples(prepared(copy).path("train.safetensors")) for picture in example.images
-    ]
-    assert picture.path == str(copy / "a.png")
+    (ref,) = [ref for example in Examples(prepared(copy).path("train.safetensors")) for ref in example.images]
+    assert ref.path == str(copy / "a.png")
 
 
 # What rows are built with is a part of what a preparation is known by: another method, and another text of the user's

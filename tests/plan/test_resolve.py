@@ -129,7 +129,7 @@ def test_auto_without_a_card_is_the_cpu_and_says_why(monkeypatch: pytest.MonkeyP
 
 def test_cuda_that_is_not_there_is_refused_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SpecError, match=r"device: cuda is asked for, but torch .* \(the driver shows no card\)"):
+    with pytest.raises(SpecError, match=r"device: cuda is requested, but torch .* \(the driver shows no card\)"):
         _resolve(MINIMAL, "device=cuda")
 
 
@@ -148,7 +148,7 @@ def test_fp16_is_kept_where_it_was_asked_for_and_bf16_refused_where_there_is_non
 ) -> None:
     _with_card(monkeypatch, has_bf16=False)
     assert _resolve(MINIMAL, "precision=fp16")["precision"] == Resolved(value="fp16", source="--set")
-    with pytest.raises(SpecError, match="precision: bf16 is asked for, but a card"):
+    with pytest.raises(SpecError, match="precision: bf16 is requested, but a card"):
         _resolve(MINIMAL, "precision=bf16")
 
 
@@ -258,7 +258,7 @@ def test_a_lever_that_is_free_comes_from_the_forecast_with_its_reason(text: str)
     [((), "spec"), (("levers.micro_batch=2",), "--set"), (("levers={micro_batch: 2}",), "--set")],
 )
 def test_a_lever_that_the_user_has_fixed_keeps_its_source(overrides: tuple[str, ...], source: str) -> None:
-    values = _resolve(SPEC, *overrides, levers=LEVERS, reasons=REASONS | {"micro_batch": "asked for"})
+    values = _resolve(SPEC, *overrides, levers=LEVERS, reasons=REASONS | {"micro_batch": "requested"})
     assert values["levers.micro_batch"] == Resolved(value=2, source=source)
     assert values["levers.recompute"].source == REASONS["recompute"]
 
@@ -287,7 +287,7 @@ def test_micro_batches_are_accumulated_up_to_the_global_batch(
 
 def test_a_micro_batch_that_was_asked_too_large_says_what_became_of_it() -> None:
     found = _resolve(SPEC, "levers.micro_batch=16", levers=Levers(micro_batch=4))["levers.micro_batch"]
-    assert found == Resolved(value=4, source="--set asks for 16, a step has only 4 rows")
+    assert found == Resolved(value=4, source="--set requests 16, but a step has only 4 rows")
 
 
 def test_resolving_leaves_the_spec_as_it_is() -> None:

@@ -54,7 +54,7 @@ def _cfg(tuning: Tuning = ADAPTED) -> StepConfig:
     return make_cfg(CONFIG, tuning=tuning, tokens=TOKENS, supervised=1024)
 
 
-def _looker(
+def _evaluator(
     budget_gib: float,
     tuning: Tuning = ADAPTED,
     *,
@@ -72,7 +72,7 @@ def _looker(
 def _chosen(
     budget_gib: float, tuning: Tuning = ADAPTED, has_rates: bool = True, **asked: Any
 ) -> tuple[CandidateEvaluator, SearchResult]:
-    evaluator = _looker(budget_gib, tuning, has_rates=has_rates)
+    evaluator = _evaluator(budget_gib, tuning, has_rates=has_rates)
     space = make_search_space(LeverSettings(**asked), evaluator.target, rows=ROWS, supervised=1024, num_layers=LAYERS)
     return evaluator, choose(evaluator, space)
 
@@ -188,7 +188,7 @@ def test_fixed_levers_stay_as_they_are_asked_for(budget: float) -> None:
         1,
         False,
     )
-    assert {choice.reasons[name] for name in FIXED} == {"asked for"}
+    assert {choice.reasons[name] for name in FIXED} == {"requested"}
     assert choice.reasons["loss_chunk"].startswith("searched")
     assert choice.fits == (budget == 40)
 
@@ -300,15 +300,15 @@ LOSSY = {"tuning.base_bits", "tuning.weights", "optimizer.kind"}
     [("none", LOSSY), ("ddp", LOSSY), ("fsdp2", {"tuning.weights"}), ("zero2", {"tuning.base_bits"}), ("zero3", set())],
 )
 def test_what_the_engine_refuses_is_not_suggested(sharding: Sharding, possible: set[str]) -> None:
-    offered = _offered(_looker(1.2, sharding=sharding), **FRUGAL | {"mlp_tiles": 1})
+    offered = _offered(_evaluator(1.2, sharding=sharding), **FRUGAL | {"mlp_tiles": 1})
     assert offered & LOSSY == possible
     assert "tuning.rank" in offered
 
 
 def test_tiles_are_not_suggested_where_zero3_would_gather_for_each() -> None:
     asked = FRUGAL | {"offload": "none", "mlp_tiles": 1}
-    assert "levers.mlp_tiles" in _offered(_looker(2, sharding="fsdp2"), **asked)
-    assert "levers.mlp_tiles" not in _offered(_looker(2, sharding="zero3"), **asked)
+    assert "levers.mlp_tiles" in _offered(_evaluator(2, sharding="fsdp2"), **asked)
+    assert "levers.mlp_tiles" not in _offered(_evaluator(2, sharding="zero3"), **asked)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_levers_that_save_nothing_or_cannot_be_let_go_alone_are_left_alone(
     asked = replace(
         choice,
         candidate=replace(choice.candidate, cfg=cfg),
-        reasons=choice.reasons | dict.fromkeys(changes, "asked for"),
+        reasons=choice.reasons | dict.fromkeys(changes, "requested"),
     )
     frugal = make_search_space(
         LeverSettings(), evaluator.target, rows=ROWS, supervised=1024, num_layers=LAYERS
@@ -339,7 +339,7 @@ def test_levers_that_save_nothing_or_cannot_be_let_go_alone_are_left_alone(
 @pytest.mark.slow
 def test_no_other_optimizer_is_suggested_to_an_update_inside_backward() -> None:
     assert "optimizer.kind" not in _offered(
-        _looker(1.2), **FRUGAL | {"mlp_tiles": 1, "micro_batch": ROWS, "update": "inside"}
+        _evaluator(1.2), **FRUGAL | {"mlp_tiles": 1, "micro_batch": ROWS, "update": "inside"}
     )
 
 
@@ -350,7 +350,7 @@ def test_fused_kernels_are_suggested_only_where_they_would_be_chosen(
     has_liger: bool, sharding: Sharding, is_offered: bool
 ) -> None:
     asked = FRUGAL | {"recompute": "none", "offload": "none", "mlp_tiles": 1}
-    assert ("levers.kernels" in _offered(_looker(3, sharding=sharding, has_liger=has_liger), **asked)) is is_offered
+    assert ("levers.kernels" in _offered(_evaluator(3, sharding=sharding, has_liger=has_liger), **asked)) is is_offered
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_fused_kernels_are_suggested_only_where_they_would_be_chosen(
 )
 def test_only_whole_fp32_weights_are_gathered_in_halves(tuning: Tuning, gathers_halves: bool) -> None:
     """A subset lies in halves but for what it trains."""
-    evaluator = _looker(40, tuning, sharding="fsdp2")
+    evaluator = _evaluator(40, tuning, sharding="fsdp2")
     candidate = evaluator.evaluate(_chosen(40)[1].candidate.levers)
     wanted = {
         halves: sharded(
@@ -467,7 +467,7 @@ def test_recurrent_layers_are_planned_as_torch_computes_them_and_the_plan_says_s
 def test_compiled_layers_are_refused_for_a_mixture_before_anything_is_run(precision: str) -> None:
     config = mixture_config("llama")
     spec = parse_spec(SPEC_MIXTURES, where="spec.yaml", overrides=("levers.compile=true", f"precision={precision}"))
-    with pytest.raises(SpecError, match=r"levers\.compile: true is not for mixtures of experts"):
+    with pytest.raises(SpecError, match=r"levers\.compile: true excludes mixtures of experts"):
         make_forecast(spec, config, LENGTHS, find_target(parse_card("A100-80GB"), read_machine(), precision))
 
 
@@ -528,12 +528,12 @@ Asked = Literal["auto", "best_fit", "none"]
     [
         ("auto", LLAMA, "cpu", True, "no padding, the same gradient"),
         ("auto", LLAMA, "cuda", True, "no padding, the same gradient"),
-        ("best_fit", LLAMA, "cuda", True, "data.packing asks for it"),
+        ("best_fit", LLAMA, "cuda", True, "requested by data.packing"),
         ("none", LLAMA, "cpu", False, "data.packing is none"),
         ("auto", NARROW, "cpu", False, "the longest row has 65 tokens, the model's window 64"),
         ("none", NARROW, "cpu", False, "data.packing is none"),
     ],
-    ids=["auto", "auto on a card", "asked for", "none", "auto, not possible", "none, not possible"],
+    ids=["auto", "auto on a card", "requested", "none", "auto, not possible", "none, not possible"],
 )
 def test_rows_are_packed_where_that_is_asked_for_and_exact(
     asked: Asked, config: dict[str, Any], device: str, packs: bool, reason: str

@@ -212,7 +212,7 @@ def test_a_mixture_is_outlined_as_it_will_be_built(
             f"{TWICE}, merge: average",
             (
                 "the mean of 3 experts, as large as the base",
-                "3 slots hold 2 distinct models: copies pull the mean their way, so",
+                "3 slots hold 2 distinct models: copies bias the mean, so",
             ),
         ),
         (
@@ -780,6 +780,18 @@ def test_an_adapter_is_merged_in_what_most_of_its_base_is_stored_in(tmp_path: Pa
     stages = f"  merged: {{kind: merge_adapter, model: {BASE}, adapter: a}}\n"
     found = forecast_stage(ModelStubs(pipeline=pipeline_of(stages), base=tmp_path), "merged", CARD)
     assert found.disk_bytes == 2 * 8864
+
+
+def test_an_export_is_planned_with_memory_disk_and_time(tmp_path: Path) -> None:
+    make_model_folder(tmp_path / "base")
+    found = {}
+    for to in ("merged", "merged:bf16", "merged, gguf:q4_0"):
+        stages = f"  take: {{kind: export, model: {BASE}, to: [{to}]}}\n"
+        found[to] = forecast_stage(ModelStubs(pipeline=pipeline_of(stages), base=tmp_path), "take", CARD)
+        assert (found[to].host_bytes or 0) > 4 * 8864
+        assert (found[to].seconds or 0) > 0
+    assert (found["merged"].disk_bytes, found["merged:bf16"].disk_bytes) == (4 * 8864, 2 * 8864)
+    assert found["merged, gguf:q4_0"].disk_bytes > (4 + 2 + 2) * 8864
 
 
 def test_weights_that_are_to_be_fetched_are_planned_as_their_config_says(tmp_path: Path) -> None:

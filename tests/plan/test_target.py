@@ -21,6 +21,7 @@ from finefit.plan.target import (
     decide_engine,
     devices_of,
     find_target,
+    for_devices,
     nodes_of,
     rates_of,
     require_same_count,
@@ -107,7 +108,7 @@ def test_a_turing_card_is_planned_in_fp16_and_says_what_it_lacks(name: str) -> N
     assert (found.capability, found.precision) == ((7, 5), "fp16")
     notes = " ".join(found.notes)
     assert name in notes
-    assert "no bf16: products are taken in fp16, with loss scaling" in notes
+    assert "no bf16: products are computed in fp16, with loss scaling" in notes
     assert "flash attention" in notes
     assert "weights and products are fp32" in " ".join(_target(name, precision="fp32").notes)
 
@@ -199,11 +200,16 @@ def test_a_card_and_an_engine_that_name_other_numbers_contradict_each_other() ->
 
 
 def test_processes_on_a_processor_share_its_memory_and_its_rates() -> None:
-    one, two = (find_target(parse_card("cpu"), _machine(), "auto", devices=devices) for devices in (1, 2))
+    request = parse_card("cpu")
+    one = find_target(request, _machine(), "auto", devices=1)
+    two = for_devices(one, request, _machine(), 2)  # measured once: rates of a busy machine vary
     assert (two.count, two.name, two.budget_bytes) == (2, "cpu", one.budget_bytes // 2)
     assert one.rates is not None
     assert two.rates is not None
-    assert two.rates.full_flops < 0.9 * one.rates.full_flops
+    assert (two.rates.full_flops, two.rates.bytes_per_second) == (
+        one.rates.full_flops / 2,
+        one.rates.bytes_per_second / 2,
+    )
     assert any("2 processes share" in note for note in two.notes)
 
 
@@ -214,7 +220,7 @@ def test_the_fullest_of_the_cards_here_sets_the_budget() -> None:
 
 
 def test_more_devices_than_cards_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"engine.devices is 2, this machine has 1"):
+    with pytest.raises(SpecError, match=r"engine.devices is 2, but this machine has 1"):
         find_target(parse_card("auto"), _machine(_card()), "auto", devices=2)
 
 
@@ -305,7 +311,7 @@ def test_auto_tries_the_mildest_sharding_first_and_divides_only_what_can_be() ->
 def test_an_engine_that_is_named_is_planned_as_it_was_asked_for(name: str) -> None:
     (sharding,) = shardings_of(ENGINES[name], 2)
     assert sharding == {"single": "none"}.get(name, name)
-    assert decide_engine(ENGINES[name], sharding, 2, fits=False) == (ENGINES[name], "asked for")
+    assert decide_engine(ENGINES[name], sharding, 2, fits=False) == (ENGINES[name], "requested")
 
 
 # what a forecast makes of it
@@ -367,8 +373,8 @@ def test_what_fits_on_no_card_of_its_kind_is_told_on_how_many_it_would() -> None
     budget = (_forecast(layers=8).peak_bytes / GIB) * 0.8
     found = _forecast(budget_gib=budget, layers=8)
     assert not found.fits
-    (note,) = [note for note in found.notes if "divided over" in note]
-    assert note == "divided over 2 of these cards it fits as it is: engine={kind: fsdp2, devices: 2}"
+    (note,) = [note for note in found.notes if "sharded over" in note]
+    assert note == "sharded over 2 of these cards it fits as it is: engine={kind: fsdp2, devices: 2}"
     followed = _forecast(note[note.index("engine=") :], budget_gib=budget, layers=8)
     assert followed.fits
     assert followed.engine == Fsdp2(kind="fsdp2", devices=2)
@@ -378,12 +384,12 @@ def test_nobody_is_told_to_divide_what_cannot_be() -> None:
     budget = (_forecast(layers=8).peak_bytes / GIB) * 0.5
     found = _forecast("optimizer.kind=adamw_8bit", budget_gib=budget, layers=8)
     assert not found.fits
-    assert not any("divided over" in note for note in found.notes)
+    assert not any("sharded over" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("engine", ["{kind: fsdp2, devices: 1}", "{kind: deepspeed, devices: 1}"])
 def test_one_device_has_nothing_to_divide_over(engine: str) -> None:
-    with pytest.raises(SpecError, match=r"divides over devices, and there is one") as refused:
+    with pytest.raises(SpecError, match=r"shards over devices, but there is one") as refused:
         _forecast(f"engine={engine}")
     assert refused.value.remedy == "set engine.kind: single"
     assert _forecast(f"engine={engine}", "launcher={kind: slurm, nodes: 2}").devices == 2
@@ -442,7 +448,7 @@ def test_processes_on_a_processor_each_have_their_own_copy() -> None:
 def test_zero3_is_planned_without_the_kernels_that_it_cannot_have() -> None:
     zero2, zero3 = (_forecast(f"engine={{kind: deepspeed, devices: 2, stage: {stage}}}") for stage in (2, 3))
     assert (zero2.levers.kernels, zero3.levers.kernels) == ("fused", "torch")
-    assert zero3.reasons["kernels"] == "the weights are divided over the devices"
+    assert zero3.reasons["kernels"] == "the weights are sharded over the devices"
 
 
 def test_compiled_layers_and_fused_kernels_contradict_each_other() -> None:

@@ -21,6 +21,7 @@ from finefit.preflight.data import (
     long_references,
     placeholders_are_filled_in,
     preparation_is_reported,
+    recordings_are_not_asked_about,
     rows_can_be_used,
     rows_fit_the_budget,
     something_is_learnt,
@@ -70,7 +71,7 @@ SOUND = Preparation(
     pad_is_end=False,
     files={},
 )
-Kind = Literal["unusable", "too long", "special token", "placeholder", "overlap", "duplicate"]
+Kind = Literal["unusable", "too long", "special token", "placeholder", "medium", "overlap", "duplicate"]
 
 
 def asking(**data: Any) -> Spec:
@@ -102,7 +103,7 @@ def test_sound_data_has_no_findings() -> None:
 def test_a_row_that_cannot_be_used_is_named_and_stops_the_run_unless_it_is_dropped_on_request(bad_rows: str) -> None:
     finding = only(rows_can_be_used, with_fault("unusable", remedy="fix it"), asking(bad_rows=bad_rows))
     told = {
-        "error": ("error", "fix it, or set data.bad_rows: drop to leave them out, counted"),
+        "error": ("error", "fix it, or set data.bad_rows: drop to drop and count them"),
         "drop": ("warning", "fix it"),
     }
     assert (finding.level, finding.remedy) == told[bad_rows]
@@ -112,8 +113,8 @@ def test_a_row_that_cannot_be_used_is_named_and_stops_the_run_unless_it_is_dropp
 @pytest.mark.parametrize(
     ("remedy", "told"),
     [
-        ("", "set data.bad_rows: drop to leave them out, counted"),
-        ("fix it\nmend that", "fix it\nmend that\nor set data.bad_rows: drop to leave them out, counted"),
+        ("", "set data.bad_rows: drop to drop and count them"),
+        ("fix it\nmend that", "fix it\nmend that\nor set data.bad_rows: drop to drop and count them"),
     ],
 )
 def test_rows_can_be_left_out_whatever_is_wrong_with_them(remedy: str, told: str) -> None:
@@ -224,7 +225,7 @@ def test_a_shared_row_stops_the_run_unless_something_else_is_asked(overlap: str,
     finding = only(splits_are_disjoint, with_fault("overlap", split="test", count=2), asking(overlap=overlap))
     assert finding.level == level
     assert finding.problem.startswith(
-        "test shares 2 rows with what the model is trained or chosen on:\n  test.jsonl:1 "
+        "test shares 2 rows with the rows on which the model is trained or selected:\n  test.jsonl:1 "
     )
     assert "data.overlap: drop" in finding.remedy
 
@@ -256,8 +257,14 @@ def test_placeholders_that_nobody_filled_in_are_a_warning() -> None:
     finding = only(placeholders_are_filled_in, with_fault("placeholder", count=2), asking())
     assert (finding.level, finding.problem.splitlines()[0]) == (
         "warning",
-        "2 train rows contain literal placeholders, which are trained and scored as they stand:",
+        "2 train rows contain literal placeholders, which are trained and scored as they are:",
     )
+
+
+def test_rows_that_mark_a_recording_are_counted_in_a_warning() -> None:
+    finding = only(recordings_are_not_asked_about, with_fault("medium", count=2), asking())
+    assert finding.level == "warning"
+    assert "2 train rows" in finding.problem
 
 
 def test_what_is_said_of_the_template_is_a_note() -> None:
@@ -274,7 +281,7 @@ def test_a_token_without_an_embedding_stops_the_run(embeddings: int | None, fire
     findings = check_data(SOUND, asking(), embeddings=embeddings)
     assert [f.level for f in findings] == ["error"] * fires
     if fires:
-        assert "the rows hold token 259, the model has embeddings for 259" in findings[0].problem
+        assert "the rows contain token 259, but the model has embeddings for 259" in findings[0].problem
 
 
 def _items(*answers: str, references: tuple[str, ...] = ()) -> list[Row]:
@@ -310,7 +317,7 @@ def test_no_word_is_lost_on_references_that_can_be_met(task: str, rows: list[Row
 
 
 def test_every_fault_is_one_checks_own() -> None:
-    kinds: tuple[Kind, ...] = ("unusable", "too long", "special token", "placeholder", "overlap", "duplicate")
+    kinds: tuple[Kind, ...] = ("unusable", "too long", "special token", "placeholder", "medium", "overlap", "duplicate")
     for kind in kinds:
         assert [len(list(check(with_fault(kind), asking()))) for check in CHECKS].count(1) == 1
 

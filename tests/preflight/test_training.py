@@ -9,13 +9,12 @@ import pytest
 
 from finefit.artifacts.forecasts import Forecast, GradientMap, Lengths, Suggestion
 from finefit.artifacts.records import Finding, Levers
-from finefit.errors import SpecError
-from finefit.facts.machine import read_machine
+from finefit.errors import MissingPackage, SpecError
 from finefit.preflight import LEVELS
-from finefit.preflight.pipeline import training_findings
 from finefit.preflight.training import (
     CHECKS,
     TrainingFacts,
+    adapter_is_servable,
     check_training,
     engine_supports_the_spec,
     every_process_has_rows,
@@ -23,9 +22,10 @@ from finefit.preflight.training import (
     memory_fits,
     model_has_weights,
     optimizer_can_update,
-    packages_are_installed,
     precision_suits_the_device,
+    require_packages,
     run_is_long_enough,
+    trackers_are_installed,
 )
 from finefit.spec.schema import Ddp, DeepSpeed, Engine, Fsdp2, Spec
 
@@ -203,14 +203,14 @@ def test_a_run_shorter_than_the_time_to_its_first_save_is_told_so(
 ) -> None:
     findings = list(run_is_long_enough(asking(save={"every": every}, total_steps=total_steps)))
     assert [finding.level for finding in findings] == (["warning"] if is_found else [])
-    assert all(f"save.every is {every}, the run has {total_steps}" in finding.problem for finding in findings)
+    assert all(f"save.every is {every}, but the run has {total_steps}" in finding.problem for finding in findings)
     assert all("only its end is saved" in finding.problem for finding in findings)
 
 
 def test_a_run_shorter_than_the_time_to_its_first_validation_is_told_so() -> None:
     finding = only(run_is_long_enough, asking(validate={"every": "101 steps"}))
     assert finding.level == "warning"
-    assert finding.problem.startswith("validate.every is 101 steps, the run has 100")
+    assert finding.problem.startswith("validate.every is 101 steps, but the run has 100")
     assert finding.remedy == "--set validate.every='25 steps'"
     assert list(run_is_long_enough(asking(validate={"every": "100 steps"}))) == []
 
@@ -267,22 +267,29 @@ def on_cpu(found: TrainingFacts) -> TrainingFacts:
 )
 def test_a_package_that_the_spec_asks_for_must_be_there(changes: dict[str, Any], package: str, key: str) -> None:
     found = asking(**changes)
-    assert list(packages_are_installed(found)) == []
-    assert list(packages_are_installed(replace(SOUND, absent=frozenset({package})))) == []
-    finding = only(packages_are_installed, replace(found, absent=frozenset({package})))
-    assert (finding.level, finding.problem) == ("error", f"{key} needs {package}, which is not installed")
-    assert "pip install" in finding.remedy
+    require_packages(found)
+    require_packages(replace(SOUND, absent=frozenset({package})))
+    with pytest.raises(MissingPackage) as missing:
+        require_packages(replace(found, absent=frozenset({package})))
+    assert missing.value.problem == f"{key} needs {package}, which is not installed"
+    assert "pip install" in missing.value.remedy
+    assert missing.value.exit_code == 2
+
+
+def test_all_packages_that_are_missing_are_named_at_once() -> None:
+    found = asking(tuning={"kind": "lora", "base_bits": 4}, launcher={"kind": "slurm"})
+    with pytest.raises(MissingPackage) as missing:
+        require_packages(replace(found, absent=frozenset({"bitsandbytes", "submitit"})))
+    assert len(missing.value.problem.splitlines()) == len(missing.value.remedy.splitlines()) == 2
 
 
 def test_fused_kernels_on_a_card_of_this_machine_need_liger() -> None:
     fused = replace(forecasting(levers=Levers(micro_batch=2, kernels="fused")), absent=frozenset({"liger-kernel"}))
-    finding = only(packages_are_installed, fused)
-    assert (finding.level, finding.problem) == (
-        "error",
-        "levers.kernels fused needs liger-kernel, which is not installed",
-    )
-    assert "levers.kernels=torch" in finding.remedy
-    assert list(packages_are_installed(on_cpu(fused))) == []
+    with pytest.raises(MissingPackage) as missing:
+        require_packages(fused)
+    assert missing.value.problem == "levers.kernels fused needs liger-kernel, which is not installed"
+    assert "levers.kernels=torch" in missing.value.remedy
+    require_packages(on_cpu(fused))
 
 
 # the engine
@@ -358,7 +365,7 @@ def test_a_file_for_deepspeed_is_read_from_beside_the_spec(tmp_path: Path) -> No
     planned = replace(FORECAST, engine=spec.engine, devices=2, card="2xRTX 3060")
 
     def findings() -> list[str]:
-        return [finding.problem for finding in training_findings(spec, planned, read_machine(), tmp_path, tmp_path)]
+        return [finding.problem for finding in check_training(TrainingFacts.read(spec, planned, tmp_path))]
 
     with pytest.raises(SpecError, match=r"there is no .*own.json"):
         findings()
@@ -368,7 +375,7 @@ def test_a_file_for_deepspeed_is_read_from_beside_the_spec(tmp_path: Path) -> No
 
 def test_a_tracker_that_is_not_there_does_not_stop_a_run() -> None:
     found = replace(asking(trackers=({"kind": "wandb"}, {"kind": "mlflow"})), absent=frozenset({"wandb"}))
-    finding = only(packages_are_installed, found)
+    finding = only(trackers_are_installed, found)
     assert (finding.level, "wandb" in finding.problem) == ("warning", True)
 
 
@@ -394,6 +401,18 @@ def test_dora_on_packed_weights_is_noted() -> None:
         only(precision_suits_the_device, asking(tuning={"kind": "lora", "dora": True, "base_bits": 4})).level == "note"
     )
     assert list(precision_suits_the_device(asking(tuning={"kind": "lora", "dora": True}))) == []
+
+
+@pytest.mark.parametrize(
+    ("tuning", "server"), [({"dora": True}, "vLLM"), ({"rank": 640}, "vLLM"), ({"rank_stabilised": True}, "SGLang")]
+)
+def test_an_adapter_that_a_server_would_not_load_is_noted(tuning: dict[str, Any], server: str) -> None:
+    finding = only(adapter_is_servable, asking(tuning={"kind": "lora", **tuning}))
+    assert finding.level == "note"
+    assert server in finding.problem
+    assert "merged" in finding.remedy
+    assert list(adapter_is_servable(asking(tuning={"kind": "lora", "rank": 512}))) == []
+    assert list(adapter_is_servable(asking(tuning={"kind": "full"}))) == []
 
 
 def test_processes_without_rows_are_told() -> None:
@@ -440,24 +459,27 @@ def test_every_check_runs_and_the_gravest_findings_come_first() -> None:
         asking(
             schedule={"steps": 2, "warmup": 0.9},
             tuning={"kind": "lora", "dora": True, "base_bits": 4},
+            trackers=({"kind": "wandb"},),
             **asked,
         ),
         forecast=forecast,
-        absent=frozenset({"bitsandbytes"}),
+        absent=frozenset({"bitsandbytes", "wandb"}),
         engine_config={"train_batch_size": 11},
     )
     findings = check_training(found)
     levels = [finding.level for finding in findings]
-    assert levels == [*["error"] * 10, *["warning"] * 3, "note", "note"]
+    assert levels == [*["error"] * 9, *["warning"] * 4, *["note"] * 3]
     assert levels == sorted(levels, key=LEVELS.index)
     assert all(list(check(found)) for check in CHECKS)
+    with pytest.raises(MissingPackage):
+        require_packages(found)
 
 
 def test_an_update_inside_backward_can_neither_clip_nor_accumulate_nor_take_another_optimizer() -> None:
     inside: dict[str, Any] = {"levers": {"update": "inside"}}
     clipped, split = optimizer_can_update(asking(**inside))  # clip 1.0 is the default, and FORECAST accumulates 5 times
-    assert clipped.problem == "levers.update: inside cannot clip, and optimizer.clip is 1"
-    assert split.problem == "levers.update: inside needs the whole step in one micro-batch, and it has 5"
+    assert clipped.problem == "levers.update: inside cannot clip, but optimizer.clip is 1"
+    assert split.problem == "levers.update: inside needs the whole step in one micro-batch, but it has 5"
     sound = replace(asking(**inside, optimizer={"lr": 1e-4, "clip": None}), forecast=replace(FORECAST, accumulation=1))
     assert list(optimizer_can_update(sound)) == []
     other = replace(

@@ -449,7 +449,7 @@ def test_several_tokens_may_be_settled_at_a_time_and_an_answer_ends_at_its_stop(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"side": 20}, "side 20 is no multiple of two patches of 4 pixels"),
+        ({"side": 20}, "side 20 is not a multiple of two patches of 4 pixels"),
         ({"keep": 37}, "keep 37 of the 36 patches"),
         ({"token_dropout": 1.0}, "token_dropout 1.0"),
         ({"score": "bset"}, "score bset"),

@@ -148,7 +148,7 @@ def test_all_that_cannot_be_had_is_refused_at_once_and_by_name(tmp_path: Path) -
         "levers.loss_chunk 8",
         "levers.mlp_tiles 2",
         "evaluate hallucination asks for likelihoods",
-        "evaluate exact_match needs answers, and my_model.py has no generate",
+        "evaluate exact_match needs answers, but my_model.py has no generate",
     ):
         assert words in told.value.problem
     assert "recompute" not in told.value.problem

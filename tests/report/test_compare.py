@@ -191,12 +191,12 @@ def test_a_page_without_matplotlib_names_the_extra_and_a_stage_still_gets_one(
 def test_every_plot_is_whole_in_the_ink_of_the_page(compared: Comparison) -> None:
     image_refs = re.findall(r"<svg.*?</svg>", page(compared), re.DOTALL)
     assert len(image_refs) == 4  # scores, differences, items, losses
-    for picture in image_refs:
-        ElementTree.fromstring(picture)
-        assert "currentColor" in picture
-        assert "#010203" not in picture
-        assert "#040506" not in picture
-        assert "<style" not in picture
+    for svg in image_refs:
+        ElementTree.fromstring(svg)
+        assert "currentColor" in svg
+        assert "#010203" not in svg
+        assert "#040506" not in svg
+        assert "<style" not in svg
     words = " ".join(image_refs)
     assert "a-1" in words
     assert "mathdefault" not in words

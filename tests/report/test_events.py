@@ -8,7 +8,7 @@ from tests.snapshots import Transcript
 
 EVENTS: tuple[dict[str, Any], ...] = (
     {"event": "resumed", "step": 3, "checkpoint": "checkpoint-3"},
-    {"event": "rejected", "note": "checkpoint-6 is passed over: damaged"},
+    {"event": "rejected", "note": "checkpoint-6 is skipped: damaged"},
     {"event": "not_finite", "step": 4, "found": "loss nan"},
     {"event": "rolled_back", "step": 3},
     {"event": "left_out", "step": 4},

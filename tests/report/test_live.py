@@ -10,7 +10,9 @@ from rich.console import Console
 
 from finefit.artifacts.atomic import Journal
 from finefit.artifacts.rundir import RunDir, stage_of
+from finefit.errors import RunError
 from finefit.report.live import JournalTail, RunFollower, RunView
+from tests.memory import peak_of
 from tests.report.conftest import answer, ask, note, step
 
 
@@ -150,12 +152,12 @@ def test_an_evaluation_that_was_stopped_does_not_hide_the_training_that_goes_on(
 def test_a_line_that_is_still_being_written_waits_and_a_torn_one_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = JournalTail(path)
-    assert tail.lines() == []
+    assert list(tail.lines()) == []
     path.write_bytes(b'{"step": 1}\n{"st')
-    assert tail.lines() == [{"step": 1}]
+    assert list(tail.lines()) == [{"step": 1}]
     with path.open("ab") as file:
         file.write(b'ep": 2}\n{"torn\n{"step": 3}\n')
-    assert tail.lines() == [{"step": 2}, {"step": 3}]
+    assert list(tail.lines()) == [{"step": 2}, {"step": 3}]
 
 
 # A run as it goes on: plain lines without a terminal, one renewed line with one, and always lines in the log.
@@ -253,3 +255,20 @@ def test_a_terminal_gets_a_bar_and_the_log_the_lines(run: RunDir, shown: io.Stri
         view.tick()
     assert "━" in shown.getvalue()
     assert _logged(run) == ["step 6/12  loss 5.0000  200 tok/s  ETA 0:03  nothing saved yet"]
+
+
+def test_a_journal_of_any_size_is_followed_and_counted_a_line_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "memory.jsonl"
+    path.write_bytes(b'{"step": 1}\n')
+    os.truncate(path, 1 << 40)
+    lines = JournalTail(path).lines()
+    assert next(lines) == {"step": 1}
+    with pytest.raises(RunError, match="line 2 of"):
+        next(lines)
+    with path.open("wb") as file:
+        file.writelines(b'{"x": 1}\n' * (1 << 20) for _ in range(30))
+    setup = "from finefit.artifacts.reading import num_lines; from finefit.report.live import JournalTail"
+    assert peak_of("assert num_lines(Path(sys.argv[1])) == 30 << 20", path, setup=setup) < 20 << 20
+    os.truncate(path, 9 << 18)
+    code = "assert sum(1 for _ in JournalTail(Path(sys.argv[1])).lines()) == 1 << 18"
+    assert peak_of(code, path, setup=setup) < 20 << 20

@@ -87,7 +87,7 @@ EVERY_KIND = [
 
 def _fused() -> Forecast:
     levers = replace(make_forecast().levers, kernels="fused", update="inside", compile=True)
-    return make_forecast(levers=levers, reasons={"kernels": "faster", "update": "asked for"})
+    return make_forecast(levers=levers, reasons={"kernels": "faster", "update": "requested"})
 
 
 def _packed() -> Forecast:
@@ -106,7 +106,7 @@ def _unreached(*names: str) -> Forecast:
 LIMITS = {
     "qmsum": EvalBatchLimit(rows=1, tokens=200256, mlp_tiles=4, reserved_bytes=40 * GIB, batch_seconds=95.0),
     "rouge": EvalBatchLimit(rows=64, tokens=9, reserved_bytes=3 * GIB, devices=4),
-    "amr": EvalBatchLimit(rows=2, tokens=9, devices=2, is_spread=True),
+    "amr": EvalBatchLimit(rows=2, tokens=9, devices=2, is_split_over_cards=True),
 }
 ZERO = DeepSpeed(kind="deepspeed", devices=1, stage=3)
 SHOWN: dict[str, tuple[Forecast, int]] = {

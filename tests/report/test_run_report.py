@@ -53,7 +53,7 @@ def test_a_run_shows_what_differs_from_the_defaults_and_names_the_record_of_the_
         "seed": Resolved(value=7, source="spec"),
         "data.train": Resolved(value=[{"path": "a.jsonl", "fields": {}, "weight": 1.0, "limit": 9}], source="spec"),
         "levers.micro_batch": Resolved(value=2, source="--set"),
-        "levers.recompute": Resolved(value=0, source="searched: no layer need be"),
+        "levers.recompute": Resolved(value=0, source="searched: no layer needs it"),
         "levers.packing": Resolved(value=True, source="no padding"),
         "engine.kind": Resolved(value="single", source="one device"),
         "threads": Resolved(value=2, source="torch's own choice"),
@@ -83,7 +83,7 @@ def test_with_json_everything_else_goes_to_stderr(capsys: pytest.CaptureFixture[
 def test_a_result_in_words() -> None:
     assert result_lines(RESULT) == [
         "trained 2,048 of 10,912 parameters (18.77%)",
-        "12 steps, 2,906 tokens; 1:02:05 since it was last started; peak memory 1.00 GiB, planned for 1.50 GiB",
+        "12 steps, 2,906 tokens; 1:02:05 since its last start; peak memory 1.00 GiB, planned for 1.50 GiB",
     ]
 
 
@@ -154,7 +154,7 @@ def test_the_end_of_a_run_names_the_folder_of_the_model(run: RunDir) -> None:
     shown = io.StringIO()
     show_end(run, Console(file=shown, width=40))
     places = f"run      {run.path}\nmodel    {stage_of(run).checkpoints / 'final'}\n"
-    assert shown.getvalue().partition(places)[2].strip().startswith("an adapter of model: peft loads it")
+    assert shown.getvalue().partition(places)[2].strip().startswith("an adapter of model: load it with peft")
 
 
 def test_a_demo_compares_base_and_final_on_three_messages_whatever_else_was_scored(run: RunDir) -> None:

@@ -54,6 +54,14 @@ def test_nothing_is_best_where_there_is_no_difference_and_of_equals_the_earliest
     assert best_of(three, None) is three[1]
 
 
+def test_a_number_of_which_nobody_knows_the_better_side_makes_none_the_best() -> None:
+    """As lm-eval's word_perplexity, which is no mean over items."""
+    scores = [{"word_perplexity": Score(value=value, low=0, high=100)} for value in (9.0, 4.0)]
+    assert (
+        best_of([make_result(f"checkpoint-{n}", metrics=s, definitions=()) for n, s in enumerate(scores)], None) is None
+    )
+
+
 def test_another_metric_can_decide_and_one_that_is_not_there_is_named() -> None:
     def both(checkpoint: str, exact: float, bleu: float) -> EvalResult:
         scores = {name: Score(value=value, low=0, high=1) for name, value in (("exact", exact), ("bleu", bleu))}

@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import os
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from finefit.report.review import show_item
 from finefit.review.export import export_pairs, export_verdicts
 from finefit.review.items import (
     ImageUnavailable,
+    ReviewImage,
     ReviewSet,
     RunTarget,
     read_image,
@@ -375,3 +377,25 @@ def test_an_export_without_one_of_its_images_is_refused(review_set: ReviewSet, t
     with pytest.raises(RunError, match=r"drawn-2.png is no longer there"):
         export_verdicts(tmp_path / "verdicts.jsonl", review_set, [OPENED, make_verdict(review_set, 1, 1, "tie")])
     assert not (tmp_path / "verdicts.jsonl").exists()
+
+
+@pytest.mark.parametrize("damage", ["a cut zip", "another compression", "a pipe", "a huge file"])
+def test_an_image_that_cannot_be_read_is_told(tmp_path: Path, damage: str) -> None:
+    path, member = tmp_path / "images.zip", "a.png"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(member, bytes(range(256)) * 20)
+    content = bytearray(path.read_bytes())
+    match damage:
+        case "a cut zip":
+            content[60:90] = bytes(30)
+            path.write_bytes(content)
+        case "another compression":
+            path.write_bytes(content.replace(b"\x08\x00", b"\x63\x00"))
+        case "a pipe":
+            path.unlink()
+            os.mkfifo(path)
+        case _:
+            os.truncate(path, 1 << 40)
+            member = ""
+    with pytest.raises(ImageUnavailable, match=r"a\.png"):
+        read_image(ReviewImage(name="a.png", sha256="0", path=path, member=member))

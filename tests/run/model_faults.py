@@ -160,6 +160,64 @@ TOKENIZER_FAULTS: dict[str, Fault] = {
 }
 
 
+def shards(project: Path) -> None:
+    """The same tensors in two files with their index."""
+    model = project / "model"
+    found = sorted(load_file(model / WEIGHTS).items())
+    names = [f"model-0000{at}-of-00002.safetensors" for at in (1, 2)]
+    halves = (found[: len(found) // 2], found[len(found) // 2 :])
+    for name, half in zip(names, halves, strict=True):
+        save_file(dict(half), model / name, metadata={"format": "pt"})
+    places = {key: name for name, half in zip(names, halves, strict=True) for key, _ in half}
+    size = sum(tensor.nbytes for _, tensor in found)
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model / WEIGHTS).unlink()
+
+
+def index_without_metadata(project: Path) -> None:
+    """Which transformers reads, and finefit does not."""
+    shards(project)
+    file = project / "model" / "model.safetensors.index.json"
+    file.write_text(json.dumps({"weight_map": json.loads(file.read_text())["weight_map"]}))
+
+
+def _halved(found: dict[str, torch.Tensor]) -> None:
+    found.update({name: tensor.to(torch.bfloat16) for name, tensor in found.items()})
+
+
+def _word_pieces(project: Path) -> None:
+    """A vocabulary of whole words and letters in vocab.txt, as BERT's family has it."""
+    model = project / "model"
+    (model / "tokenizer.json").unlink()
+    letters = [chr(code) for code in range(33, 127)]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    (model / "vocab.txt").write_text("\n".join(words) + "\n")
+    settings = {"tokenizer_class": "BertTokenizer", "eos_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + '[SEP]' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+    )
+
+
+NO_FAULTS: dict[str, Fault] = {
+    "weights in half precision": tensors(_halved),
+    "weights in two files": shards,
+    "pickled weights beside the others": written("pytorch_model.bin", b"\x80\x02"),
+    "a config with keys of other tools": changed("config.json", unsloth={"version": 1}, _commit=[None]),
+    "a config without its library": changed("config.json", transformers_version=None),
+    "no generation_config": without("generation_config.json"),
+    "a README": written("README.md", "# caf\xe9"),
+    "a tokenizer with settings of other tools": changed("tokenizer_config.json", chat_tool=[1, 2]),
+    "a vocabulary in vocab.txt": _word_pieces,
+}
+"""What a folder of a model may hold: `check` must not refuse it, and a step can be taken."""
+
+
+WEIGHT_FAULTS["an index without metadata"] = index_without_metadata
+
+
 def image(change: Callable[[Path], object]) -> Fault:
     """Spoils the first image that a row names."""
     return lambda project: change(project / "images" / "train-0.png")

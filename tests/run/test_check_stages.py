@@ -299,7 +299,7 @@ def test_rows_of_another_stage_are_read_as_soon_as_they_are_there(rows_base: Pat
     (rows_base / "write.py").write_text("")
     stage = pairs(train=[{"path": "stage://script/rows.jsonl"}])
     (found,) = check_rows(rows_base, stage)
-    assert found[1].problem == "stage://script/rows.jsonl is not made yet, so the rows are not known"
+    assert found[1].problem == "stage://script/rows.jsonl is not made yet, so the rows cannot be checked"
     (rows_base / "made").mkdir()
     write_jsonl(rows_base / "made" / "rows.jsonl", UNCHANGEABLE)
     with pytest.raises(FindingError, match="stage it: no pair could be made for train of 5 rows"):

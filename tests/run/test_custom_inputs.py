@@ -179,7 +179,7 @@ def test_the_run_of_a_model_that_sees_keeps_its_processor(asking: Path) -> None:
 # models of a user's own
 
 
-def test_a_model_of_ones_own_sees_through_no_eye_of_its_tokenizers_model(tmp_path: Path) -> None:
+def test_a_custom_model_uses_no_image_processor_of_its_tokenizers_model(tmp_path: Path) -> None:
     spec = make_custom_project(tmp_path)
     (tmp_path / "tokenizer" / "config.json").write_text(vlm_config("qwen2_5_vl").to_json_string(), encoding="utf-8")
     assert prepared(spec).stage(1, "sft").tokenizer.is_dir()  # no processor lies there, and none is needed

@@ -1,9 +1,10 @@
-"""Whatever is wrong with a file of a run directory, every verb ends with its own exit code and words, keeps every
+"""Whatever is wrong with a file of a finished run, every verb ends with its own exit code and words, keeps every
 checkpoint that is whole, and reports no other result as if nothing were wrong."""
 
 import os
 import random
 import resource
+import signal
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -11,12 +12,24 @@ from pathlib import Path
 import pytest
 
 from tests import damage
-from tests.damage import DAMAGE, READERS, WRITERS, Answer, copied, digests, files_of, finefit
+from tests.damage import (
+    DAMAGE,
+    LESS_USED,
+    READERS,
+    WRITERS,
+    Answer,
+    copied,
+    digests,
+    files_of,
+    finefit,
+    require_kept,
+    require_told,
+)
 
 FUZZED = int(os.environ.get("FINEFIT_FUZZ", "500"))
 _FIRST_FUZZED = 20
 _MOST_GROWTH_BYTES = 1 << 30
-SCORED_AGAIN = ("missing", "of a newer version", "a link to itself")
+_LESS_USED_EVERY = 4
 SAMPLE = [
     ("run.json", "cut in half"),
     ("run.json", "not UTF-8"),
@@ -25,14 +38,15 @@ SAMPLE = [
     ("plan.json", "a link outside"),
     ("facts.json", "nested deeply"),
     ("run.lock", "a pipe"),
+    ("reviews/review.jsonl", "of another program"),
     ("stages/1-sft/result.json", "empty"),
     ("stages/1-sft/result.json", "missing"),
     ("stages/1-sft/stage.json", "of a newer version"),
     ("stages/1-sft/metrics.jsonl", "a link to itself"),
-    ("stages/1-sft/metrics.jsonl", "nested deeply"),
+    ("stages/1-sft/evals/json_match/checkpoint-12.json", "cut in half"),
     ("stages/1-sft/data/test.jsonl", "a folder"),
     ("stages/1-sft/evals/json_match/base.json", "too large"),
-    ("stages/1-sft/evals/json_match/base.request.json", "a link to itself"),
+    ("stages/1-sft/evals/json_match/checkpoint-12.request.json", "a link to itself"),
     ("stages/1-sft/checkpoints/checkpoint-12/finefit_manifest.json", "a pipe"),
 ]
 
@@ -40,11 +54,6 @@ SAMPLE = [
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return damage.make_finished(tmp_path_factory.mktemp("finished") / "project")
-
-
-@pytest.fixture(scope="module")
-def interrupted(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return damage.make_interrupted(finished, tmp_path_factory.mktemp("interrupted") / "project")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,9 +68,15 @@ def _may_differ(file: Path, kind: str, words: str) -> bool:
     another run for a spec file; and without a stage there is no progress to watch."""
     if file.suffix in (".jsonl", ".log") or words.startswith("run spec.yaml"):
         return True
-    if "evals" in file.parts:
-        return kind in SCORED_AGAIN
+    if "evals" in file.parts:  # one of another version is not shown
+        return kind in ("missing", "of a newer version") or words.startswith("eval ")
     return words == "watch runs/tiny-1" and file.name == "stage.json"
+
+
+def _is_redone(file: Path, kind: str, words: str) -> bool:
+    """What `eval` reads before it answers, and answers again where it cannot be read."""
+    names = ("checkpoint-12.json", "checkpoint-12.request.json")
+    return words.startswith("eval ") and file.name in names and kind != "missing"
 
 
 def _strike(project: Path, folder: Path, file: Path, kind: str, whole: dict[str, Answer]) -> int:
@@ -72,23 +87,23 @@ def _strike(project: Path, folder: Path, file: Path, kind: str, whole: dict[str,
         for words, sound in whole.items():
             answer = finefit(*words.split())
             told = f"{file}, {kind}, finefit {words}: {answer.code}\n{answer.err}"
-            assert answer.code in (0, 1, 2, 3), told
             if answer.code:
-                assert "error: " in answer.err, told
-            elif not _may_differ(file, kind, words):
-                assert answer.content == sound.content, told
-        after = digests(run)
-        assert {name: after.get(name) for name in before if name != str(file)} == {
-            name: sha256 for name, sha256 in before.items() if name != str(file)
-        }
+                require_told(answer, file, told)
+            else:
+                assert _may_differ(file, kind, words) or answer.content == sound.content, told
+                assert not _is_redone(file, kind, words) or file.name in answer.err, told
+                if _is_redone(file, kind, words):  # and is whole again for whatever comes next
+                    DAMAGE[kind](run / file)
+        require_kept(before, digests(run), file)
     return len(whole)
 
 
 @pytest.fixture(scope="module")
 def sound(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     """What every command says of the finished run where nothing is wrong."""
-    answers = damage.commands(finished, tmp_path_factory.mktemp("sound") / "project", (*READERS, *WRITERS))
-    assert all(answer.code == 0 for answer in answers.values())
+    verbs = (*READERS, *WRITERS, *LESS_USED)
+    answers = damage.commands(finished, tmp_path_factory.mktemp("sound") / "project", verbs)
+    assert all(answer.code == 0 for answer in answers.values()), answers
     return answers
 
 
@@ -96,34 +111,32 @@ def sound(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def test_a_damaged_file_of_a_finished_run_is_no_fault_of_ours(
     finished: Path, sound: dict[str, Answer], tmp_path: Path, file: str, kind: str
 ) -> None:
-    assert _strike(finished, tmp_path / "copy", Path(file), kind, sound) == 8
+    seldom = {" ".join(map(str, words)) for words in LESS_USED}
+    asked = {words: answer for words, answer in sound.items() if words not in seldom}
+    if SAMPLE.index((file, kind)) % _LESS_USED_EVERY == 0:
+        asked = sound
+    assert _strike(finished, tmp_path / "copy", Path(file), kind, asked) >= 8
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_every_damage_to_every_file_of_a_finished_run_is_no_fault_of_ours(
     finished: Path, sound: dict[str, Answer], tmp_path: Path
 ) -> None:
     files = files_of(finished / damage.RUN)
     given = sum(_strike(finished, tmp_path / "copy", file, kind, sound) for file, kind in product(files, DAMAGE))
-    assert (len(DAMAGE), given) == (12, len(files) * 12 * 8)
-    assert given > 4000
+    assert (len(DAMAGE), given) == (12, len(files) * 12 * len(sound))
+    assert given > 7000
 
 
-@pytest.mark.slow
-def test_every_damage_to_every_file_of_an_interrupted_run_is_no_fault_of_ours(
-    interrupted: Path, tmp_path: Path
-) -> None:
-    """What resumes is not compared: it goes on from an earlier checkpoint where the last one is damaged."""
-    whole, files = damage.commands(interrupted, tmp_path / "whole", READERS), files_of(interrupted / damage.RUN)
-    given = sum(_strike(interrupted, tmp_path / "copy", file, kind, whole) for file, kind in product(files, DAMAGE))
-    assert given > 2000
-    for file, kind in product(files, DAMAGE):
-        with copied(interrupted, tmp_path / "copy") as run:
-            before = digests(run)
-            DAMAGE[kind](run / file)
-            if finefit("run", damage.RUN, "--json").code:
-                after = digests(run)
-                assert all(after.get(name) == before[name] for name in before if name != str(file)), (file, kind)
+def test_a_command_leaves_the_timer_of_a_test_running() -> None:
+    """pytest-timeout has one, and without it a test that hangs would hang for good."""
+    before = signal.setitimer(signal.ITIMER_REAL, 500)
+    try:
+        assert finefit("--version").code == 0
+        assert 400 < signal.getitimer(signal.ITIMER_REAL)[0] <= 500
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
 
 
 def _fuzz(run: Path, chance: random.Random) -> str:

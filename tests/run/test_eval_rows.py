@@ -113,7 +113,7 @@ def test_the_whole_prompt_names_an_item_too() -> None:
             [{"prompt": "add 3 and 4"}, {"id": "1"}, {"id": "3"}, {"id": "2"}],
             "theirs.jsonl:4 answers test.jsonl:2, which theirs.jsonl:1 answers already",
         ),
-        ([{"prompt": "add 9 and 9"}], "theirs.jsonl:1 answers `add 9 and 9`, which is none of the 3 items"),
+        ([{"prompt": "add 9 and 9"}], "theirs.jsonl:1 answers `add 9 and 9`, which matches none of the 3 items"),
         ([], "test.jsonl:1 has no answer, and 2 more"),
     ],
 )

@@ -326,7 +326,7 @@ def test_a_gate_whose_expert_is_not_among_the_models_is_refused_before_anybody_i
     models = {"plain": wired(project / "model"), "gate": wired(project / "model", chosen_by=chosen)}
     with pytest.raises(
         SpecError,
-        match=r"models\.gate chooses among plain, tuned and answers nothing itself; tuned is not among the models",
+        match=r"models\.gate chooses among plain, tuned and generates no answers itself; tuned is not among the models",
     ):
         scored(make_job(project, models), make_place(tmp_path))
 
@@ -343,7 +343,7 @@ def test_a_gate_does_not_choose_by_prompts_of_another_template(
         "other": wired(project / "model", chosen_by=tmp_path),
         **{name: stage.job.models[f"models.{name}"] for name in ("plain", "tuned")},
     }
-    with pytest.raises(SpecError, match=r"models\.other was trained on prompts of another template"):
+    with pytest.raises(SpecError, match=r"models\.other was trained with another template"):
         scored(make_job(project, models), make_place(tmp_path))
 
 
@@ -365,7 +365,7 @@ def test_a_gate_does_not_choose_by_prompts_that_are_built_otherwise(
     (tmp_path / "gate.json").write_text(json.dumps(built))
     with pytest.raises(
         SpecError,
-        match=r"models\.other was trained on rows built with python \w+, and these are built with nothing: ",
+        match=r"models\.other was trained on rows built with python \w+, but these are built with nothing: ",
     ) as told:
         scored(make_job(project, models), stage.place)
     assert "data.task" in told.value.remedy
@@ -374,7 +374,7 @@ def test_a_gate_does_not_choose_by_prompts_that_are_built_otherwise(
     summary = scored(make_job(project, models, task={"kind": "python", "path": "copy.py"}), place)
     assert summary["models"] == ["other", "plain", "tuned"]
     (tmp_path / "gate.json").write_text(json.dumps(record))
-    with pytest.raises(SpecError, match=r"built with nothing, and these are built with python \w+"):
+    with pytest.raises(SpecError, match=r"built with nothing, but these are built with python \w+"):
         scored(make_job(project, models, task={"kind": "python", "path": "copy.py"}), place)
 
 

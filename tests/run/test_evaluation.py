@@ -274,7 +274,7 @@ def test_other_rows_are_filed_apart_and_asked_with_the_template_of_the_run(
 
 
 def test_another_device_leaves_the_scores_of_the_runs_own_alone(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SpecError, match="--device cuda is asked for, but torch"):
+    with pytest.raises(SpecError, match="--device cuda is requested, but torch"):
         open_evaluation(EvalArgs(target=str(run.path), device="cuda", checkpoint="base"))
     monkeypatch.setattr(evaluation, "precision_on", lambda _: "bf16")
     for device, label in (("cuda", "json_match-on-cuda"), ("cpu", "json_match")):
@@ -341,7 +341,7 @@ def test_a_run_of_answers_shows_its_scores_and_asks_nobody_for_others(
     assert json.loads(stage_of(run).evals.read_text())["step"] == 0
     assert read_record(run.run, Run).status == "finished"
     _score_all(run)
-    with pytest.raises(RunError, match=r"checkpoint-500-.* holds answers made elsewhere") as caught:
+    with pytest.raises(RunError, match=r"checkpoint-500-.* holds answers from elsewhere") as caught:
         _score_all(run, tasks=("rouge",))
     assert (caught.value.remedy, len(launched)) == ("give --answers FILE again", 1)
 
@@ -430,7 +430,7 @@ def test_scores_and_a_few_answers_reach_the_trackers_of_the_run_and_one_that_fai
     (tmp_path / "trackio.py").write_text(f"{FAKE}    raise ValueError('no')\n")
     _told(run, said.append, "checkpoint-36")
     (line,) = said
-    assert line.startswith("trackio did not get all scores: ValueError: no")
+    assert line.startswith("trackio did not receive all scores: ValueError: no")
     assert json.loads(stage_of(run).evals.read_text().splitlines()[-1])["json_match/all_fields"] == 0.5
 
 
@@ -479,3 +479,10 @@ def test_what_is_no_task_is_refused_with_what_there_is(asked: list[str], problem
         named_evaluations(asked)
     assert problem.replace("task.rouge.stemer", "stemer") in caught.value.problem
     assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize("content", [b"kind: caf\xe9", b"[" * 100_000, b"#" * (2 << 20)])
+def test_a_file_of_tasks_that_cannot_be_one_is_a_mistake_of_the_user(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.yaml").write_bytes(content)
+    with pytest.raises(SpecError, match=r"x\.yaml"):
+        named_evaluations([str(tmp_path / "x.yaml")])

@@ -68,12 +68,12 @@ def test_a_run_goes_on_only_with_as_many_ranks_as_it_was_planned_for(run: RunDir
     require_ranks(replace(stage, num_ranks=None), place(size=4, local_size=4))  # planned by an earlier version
     with pytest.raises(RunError) as caught:
         require_ranks(stage, place(size=4, local_size=4))
-    assert caught.value.problem == "this run was planned for 8 ranks, and 4 were started (WORLD_SIZE=4)"
+    assert caught.value.problem == "this run was planned for 8 ranks, but 4 were started (WORLD_SIZE=4)"
     assert caught.value.remedy.startswith("start 4 on each of 2 nodes")
 
 
-def invited(act: Any) -> list[Ended]:
-    """The first rank does `act` with its invitation; the other says what it heard. The first holds the store until
+def announced(act: Any) -> list[Ended]:
+    """The first rank runs `act` in its rendezvous; the other returns what it received. The first keeps the store until
     then."""
 
     def rank(here: RankEnv) -> Any:
@@ -84,8 +84,8 @@ def invited(act: Any) -> list[Ended]:
             finally:
                 store.set("heard", "1")
         try:
-            with Rendezvous(store=store) as invitation:
-                act(invitation)
+            with Rendezvous(store=store) as rendezvous:
+                act(rendezvous)
         finally:
             store.wait(["heard"], timedelta(seconds=30))
         return None
@@ -95,7 +95,7 @@ def invited(act: Any) -> list[Ended]:
 
 def test_the_others_are_told_where_to_work(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
-    _, second = invited(lambda invitation: invitation.announce(RunDir(tmp_path)))
+    _, second = announced(lambda rendezvous: rendezvous.announce(RunDir(tmp_path)))
     assert second.value == RunDir(tmp_path.resolve()), second.trace
 
 
@@ -110,13 +110,13 @@ def test_the_others_are_told_why_the_first_failed(error: Exception, problem: str
     def fail(_: Rendezvous) -> None:
         raise error
 
-    first, second = invited(fail)
+    first, second = announced(fail)
     assert isinstance(first.error, type(error)) or type(error).__name__ in first.trace
     assert (second.value.problem, second.value.exit_code) == (problem, code)
 
 
 def test_where_nothing_is_to_be_done_the_others_go() -> None:
-    _, second = invited(lambda _: None)
+    _, second = announced(lambda _: None)
     assert second.value is None, second.trace
 
 
@@ -130,9 +130,9 @@ def test_a_long_preparation_is_waited_for_as_long_as_it_lives(tmp_path: Path) ->
             word = await_run(store, here, timeout=SHORT)
             store.set("heard", "1")
             return isinstance(word, RunDir)
-        with Rendezvous(store=store) as invitation:
+        with Rendezvous(store=store) as rendezvous:
             time.sleep(5)  # longer than the other's patience
-            invitation.announce(RunDir(tmp_path))
+            rendezvous.announce(RunDir(tmp_path))
         store.wait(["heard"], timedelta(seconds=30))
         return True
 
@@ -140,17 +140,17 @@ def test_a_long_preparation_is_waited_for_as_long_as_it_lives(tmp_path: Path) ->
 
 
 def test_a_first_rank_that_falls_silent_is_named() -> None:
-    _, second = invited(lambda _: time.sleep(5))  # no pulse within 3 s: it beats every 5
+    _, second = announced(lambda _: time.sleep(5))  # no pulse within 3 s: it beats every 5
     assert isinstance(second.error, WorkerDied), second.trace
-    assert "for 3 s nothing was heard of rank 0, which prepares the run" in second.error.problem
+    assert "rank 0, which prepares the run, was silent for 3 s" in second.error.problem
 
 
 def test_a_node_that_does_not_see_the_run_directory_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external_launch, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(external_launch, "_VISIBLE", timedelta(seconds=0.1))
     store = HashStore()
-    with Rendezvous(store=store) as invitation:
-        invitation.announce(RunDir(tmp_path / "elsewhere"))
+    with Rendezvous(store=store) as rendezvous:
+        rendezvous.announce(RunDir(tmp_path / "elsewhere"))
     with pytest.raises(RunError) as caught:
         await_run(store, place(size=2, local_size=1))
     assert f"rank 0 on {os.uname().nodename} does not see {tmp_path / 'elsewhere'}" in caught.value.problem

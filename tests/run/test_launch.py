@@ -17,7 +17,7 @@ from finefit.errors import Interrupted, WorkerDied
 from finefit.facts.machine import Power
 from finefit.facts.nvml import CardProcess
 from finefit.run import launch as launching
-from finefit.run.launch import MemoryMeter, inhibit_sleep, launch
+from finefit.run.launch import MemoryMeter, inhibit_sleep, launch, log_tail
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_killed_worker_is_reported_with_the_end_of_its_log_and_the_usual_reaso
     worker.write_text("import os, signal; print('my last words', flush=True); os.kill(os.getpid(), signal.SIGKILL)")
     with pytest.raises(WorkerDied) as caught:
         _launch(worker)
-    assert "ended by SIGKILL; out of host memory is the usual reason" in caught.value.problem
+    assert "ended by SIGKILL; usually for lack of host memory" in caught.value.problem
     assert "my last words" in caught.value.problem
     assert "give the same command again" in caught.value.remedy
 
@@ -158,7 +158,7 @@ def test_a_laptop_on_battery_that_cannot_be_kept_awake_is_warned_of_both(monkeyp
 
 def test_an_inhibitor_that_refuses_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
     (sleep,) = _warnings(monkeypatch, MAINS, ["false"])
-    assert "no way to inhibit sleep" in sleep
+    assert "no way to prevent sleep" in sleep
 
 
 @pytest.mark.parametrize("command", [None, ["false"], ["cat"]])
@@ -255,3 +255,15 @@ def test_what_a_display_takes_by_itself_is_not_waited_for(monkeypatch: pytest.Mo
     used = iter([GIB, GIB + (32 << 20)])
     monkeypatch.setattr(launching, "used_bytes", lambda _: next(used))
     assert MemoryMeter("cuda", _silence).settled().after_bytes == GIB + (32 << 20)
+
+
+def test_of_a_log_of_any_size_the_end_is_shown(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    log.touch()
+    os.truncate(log, 1 << 40)
+    with log.open("ab") as file:
+        file.write(b"\nit failed \xff here\n")
+    assert "it failed" in log_tail(log)
+    log.unlink()
+    os.mkfifo(log)
+    assert "cannot be read" in log_tail(log)

@@ -131,7 +131,7 @@ def test_a_killed_rank_is_reported_by_name_and_takes_the_others_with_it(
     with pytest.raises(WorkerDied) as caught:
         start(where)
     assert time.monotonic() - began < 30
-    assert "rank 1 of 2 was ended by SIGKILL; out of host memory is the usual reason" in caught.value.problem
+    assert "rank 1 of 2 was ended by SIGKILL; usually for lack of host memory" in caught.value.problem
     assert "The end of rank-1.log:" in caught.value.problem
     assert "my last words" in caught.value.problem
     assert caught.value.exit_code == 3
@@ -275,7 +275,7 @@ def test_fewer_cards_than_devices_is_refused_with_both_numbers(monkeypatch: pyte
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(SpecError) as caught:
         require_cards("cuda", 4)
-    assert caught.value.problem == "engine.devices is 4, and torch sees 2 cards here (CUDA_VISIBLE_DEVICES=0,1)"
+    assert caught.value.problem == "engine.devices is 4, but torch sees 2 cards here (CUDA_VISIBLE_DEVICES=0,1)"
     assert caught.value.remedy == "set engine.devices to 2 or fewer"
     require_cards("cuda", 2)
     require_cards("cpu", 64)

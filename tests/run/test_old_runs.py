@@ -36,7 +36,7 @@ def test_a_new_run_is_started_beside_an_old_one_and_says_so(tmp_path: Path) -> N
     before = files_with_times(runs / "tiny-1")
     command = read_command(RunArgs(target=project, runs=runs))
     assert open_place(command, Console(file=said, width=400)).path.name == "tiny-2"
-    assert "tiny-1 is of version 1, made by finefit 0.1.0: it is not resumed" in said.getvalue()
+    assert "tiny-1 has version 1, made by finefit 0.1.0: it is not resumed" in said.getvalue()
     assert files_with_times(runs / "tiny-1") == before
 
 

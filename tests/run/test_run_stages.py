@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.forecasts import Forecast, Plan
+from finefit.artifacts.forecasts import Plan
 from finefit.artifacts.records import CacheInputs, Finding, FinishedStage, PipelineState, Run, read_record, write_record
 from finefit.artifacts.rundir import StageDir, find_run, open_run
 from finefit.errors import FindingError, RunError, SpecError
-from finefit.run.check_stages import CheckedPipeline
+from finefit.run.check_stages import CheckedPipeline, CheckedStage
 from finefit.run.staleness import above, is_finished, is_half_done, open_stages
 from finefit.spec.load import spec_to_json
 from finefit.spec.pipeline import Pipeline
@@ -81,7 +81,7 @@ def test_what_a_stage_held_is_recorded_and_given_back(finished: Path) -> None:
 
 def test_a_changed_stage_starts_another_run_that_takes_over_what_stands_before_it(finished: Path) -> None:
     change = 'stages.second.arguments=["{before}", "{output}/second.txt", "2"]'
-    assert decisions(finished, change)["first"] == ("reused", "chain-1 has made it")
+    assert decisions(finished, change)["first"] == ("reused", "made by chain-1")
     action, reason = decisions(finished, change)["second"]
     assert (action, reason) == ("run", 'arguments.2: "two" -> "2"')
     assert decisions(finished, change)["third"] == ("run", "because second runs")
@@ -148,7 +148,7 @@ def test_a_file_that_was_taken_from_what_a_stage_made_makes_it_run_again(
 ) -> None:
     run = open_pipeline(finished)
     harm(run.stage(1, "first").output / "first.txt")
-    assert decisions(finished)["first"] == ("run", "what chain-1/stages/1-first held is gone, or some of it")
+    assert decisions(finished)["first"] == ("run", "some or all files of chain-1/stages/1-first are gone")
     assert not is_finished(run)
     carry_out(run)
     assert calls(finished.parent) == ["first"]
@@ -170,11 +170,13 @@ def test_a_stage_that_alone_runs_leaves_the_others_as_they_are(finished: Path) -
 def test_what_has_yet_to_begin_is_planned_at_every_start(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def foresee(pipeline: Pipeline, *_: object, names: set[str], **__: object) -> dict[str, tuple[Forecast, ...]]:
+    def forecast(pipeline: Pipeline, *_: object, names: set[str], **__: object) -> CheckedPipeline:
         asked.append([name for name in pipeline.order() if name in names])
-        return {name: (make_forecast(disk_bytes=1, total_steps=len(asked)),) for name in asked[-1]}
+        forecast = make_forecast(disk_bytes=1, total_steps=len(asked))
+        stages = {name: CheckedStage(kind="train", forecast=forecast) for name in asked[-1]}
+        return CheckedPipeline(is_flat=False, stages=stages, findings=(), disk_bytes=0, free_disk_bytes=0)
 
-    monkeypatch.setattr("finefit.run.staleness.forecast_trainings", foresee)
+    monkeypatch.setattr("finefit.run.staleness.check_pipeline", forecast)
     run = open_pipeline(spec, only="first")
     carry_out(run, only="first")
     assert asked == [["first"], ["first"]]
@@ -298,7 +300,7 @@ def test_a_stage_is_found_by_its_name(finished: Path) -> None:
     assert find_run(finished.parent / "nowhere") == finished.parent / "nowhere"
     with pytest.raises(RunError, match=r"has no stage fourth"):
         find_run(run.path / "fourth")
-    with pytest.raises(RunError, match="one run is meant"):
+    with pytest.raises(RunError, match="is a pipeline"):
         open_run(run.path)
 
 

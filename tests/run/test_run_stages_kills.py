@@ -153,7 +153,7 @@ def test_what_a_model_has_answered_before_its_stage_was_killed_is_not_asked_for_
     batch["answers"][0][1] = ours = "aeiou" * 9
     journal.write_text(json.dumps(batch) + "\n", encoding="utf-8")
     (choice,) = decide_all(open_stages(run))
-    assert choice.reason == "begun and not finished: it goes on"
+    assert choice.reason == "begun and not finished: it resumes"
     assert carry_out(run).status == "finished"
     pairs = run.stage(1, "first").output / "train.jsonl"
     assert ours in pairs.read_text(encoding="utf-8")
@@ -167,7 +167,7 @@ def test_a_stage_that_was_whole_and_not_shown_yet_is_not_made_again(tmp_path: Pa
     expected = _outputs(run)
     run.stage(1, "first").path.rename(run.unfinished(1, "first").path)
     calls(tmp_path / "project")
-    assert decide_all(open_stages(run))[0].reason == "begun and not finished: it goes on"
+    assert decide_all(open_stages(run))[0].reason == "begun and not finished: it resumes"
     assert carry_out(run).status == "finished"
     assert calls(tmp_path / "project") == []
     assert _outputs(run) == expected
@@ -213,7 +213,7 @@ def test_the_death_of_a_stages_process_is_told_and_the_same_call_goes_on(tmp_pat
 
 DISK_BYTES = 4 << 20
 ROOM_PAGES = 120
-REMEDY = "free some space, then give the same command again: it goes on where it was"
+REMEDY = "free some space, then give the same command again: it resumes where it stopped"
 SCRIPT = """\
 name: filled
 device: cpu
@@ -295,7 +295,7 @@ def test_a_script_that_fills_the_disk_is_stopped_resumably(disk: Path) -> None:
     fill_disk(disk, leave_pages=ROOM_PAGES)
     place = run.unfinished(1, "big").output
     with pytest.raises(
-        DiskFull, match=rf"stage big: the disk is full: {place} found no room, [1-9][\d,]* bytes are free now"
+        DiskFull, match=rf"stage big: the disk is full: {place} could not be written, [1-9][\d,]* bytes are free now"
     ) as caught:
         carry_out(run)
     assert caught.value.remedy == f"{REMEDY}\nits log is {run.path}/logs/big.log"
@@ -308,7 +308,7 @@ def test_a_disk_that_is_full_when_a_stage_is_put_in_order_is_told_too(disk: Path
     run = _scripted(disk, SAYS_TOO_MUCH)
     fill_disk(disk, leave_pages=ROOM_PAGES)
     with pytest.raises(
-        DiskFull, match=rf"stage big: the disk is full: {run.stage(1, 'big').path} found no room"
+        DiskFull, match=rf"stage big: the disk is full: {run.stage(1, 'big').path} could not be written"
     ) as caught:
         carry_out(run)
     assert caught.value.remedy == REMEDY
@@ -350,7 +350,7 @@ def test_a_stage_that_finds_no_room_even_for_its_record_is_stopped_resumably(dis
     run = _scripted(disk, FILLS_ANOTHER_FOLDER)
     with pytest.raises(
         DiskFull,
-        match=f"stage big: the disk is full: {run.unfinished(1, 'big').path} found no room, 0 bytes are free now",
+        match=f"stage big: the disk is full: {run.unfinished(1, 'big').path} could not be written, 0 bytes are free",
     ):
         carry_out(run)
     (disk.parent / "room").touch()
@@ -361,5 +361,5 @@ def test_a_log_that_finds_no_room_is_told_by_its_place(disk: Path) -> None:
     log = disk / "run.log"
     with (disk / "run.lock").open("w") as lock:
         limit_names(disk, os.statvfs(disk).f_files - os.statvfs(disk).f_ffree)
-        with pytest.raises(DiskFull, match=f"the disk is full: {log} found no room"):
+        with pytest.raises(DiskFull, match=f"the disk is full: {log} could not be written"):
             launch("nothing", disk, log=log, lock=lock.fileno(), tick=lambda: None)

@@ -73,7 +73,7 @@ def test_a_stage_that_lost_answers_is_not_done(run: RunDir, lose: Callable[[Path
     assert is_finished(run)
     lose(run.stage(1, "scores").path)
     (choice,) = decide_all(open_stages(run))
-    assert (choice.action, choice.reason) == ("run", "what asked-1/stages/1-scores held is gone, or some of it")
+    assert (choice.action, choice.reason) == ("run", "some or all files of asked-1/stages/1-scores are gone")
     assert not is_finished(run)
 
 

@@ -121,7 +121,7 @@ def test_a_machine_without_slurm_is_told_so(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RunError) as caught:
         submit(spec(), RankTask(nothing, nothing), folder=tmp_path / "jobs")
-    assert caught.value.problem == "launcher.kind is slurm, and there is no sbatch and no srun on this machine"
+    assert caught.value.problem == "launcher.kind is slurm, but there is no sbatch and no srun on this machine"
     assert "--set 'launcher={kind: local}'" in caught.value.remedy
 
 

@@ -1,5 +1,6 @@
 """Messages are read as a user reads them: where, which key, which value, what is accepted."""
 
+import gzip
 import os
 from pathlib import Path
 
@@ -8,12 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finefit.errors import SpecError
-from finefit.spec import Period
+from finefit.spec import Period, foreign, reader
 from finefit.spec.data import Source
-from finefit.spec.load import changed_text, dumped, load_spec, parse_spec, spec_from_json, spec_to_json, whole_text
+from finefit.spec.load import (
+    changed_text,
+    dumped,
+    load_spec,
+    parse_any,
+    parse_spec,
+    spec_from_json,
+    spec_to_json,
+    whole_text,
+)
 from finefit.spec.models import FolderModel, Full, Lora
+from finefit.spec.pipeline import Pipeline
 from finefit.spec.reader import Reader
 from finefit.spec.schema import LeverSettings, Spec
+from finefit.spec.stages import TrainStage
 from finefit.spec.tasks import AmrForm
 
 GOOD = """\
@@ -120,10 +132,17 @@ NAN = "`kind: stop`, `kind: skip`, `kind: roll_back`"
         ("rank: 8", "rank: 8\n  144:", "run.yaml:6 tuning.144: there is no such key; was a number cut by its comma?"),
         ("rank", "colour", f"run.yaml:5 tuning.colour: there is no such key; the keys here are {LORA}"),
         ("$", "validation: {every: epoch}\n", "run.yaml:11 validation: there is no such key; did you mean `validate`?"),
-        ("  lr: 1e-5", "  clip: 1", "run.yaml:9 optimizer.lr: missing; give a number"),
-        ("1e-5", "2", "run.yaml:10 optimizer.lr: 2 is far above what AdamW can train with, so it looks like a typing"),
-        ("$", "learning_rate: 1\n", "run.yaml:11 learning_rate: there is no such key; finefit calls it `optimizer.lr`"),
-        ("rank", "lora_alpha", "run.yaml:5 tuning.lora_alpha: there is no such key; finefit calls it `tuning.alpha`"),
+        ("1e-5", "2", "run.yaml:10 optimizer.lr: 2 is far above what AdamW can train with, so it is probably a typo"),
+        (
+            "$",
+            "learning_rate: 1\n",
+            "run.yaml:11 learning_rate: there is no such key; finefit has this setting as `optimizer.lr`",
+        ),
+        (
+            "rank",
+            "lora_alpha",
+            "run.yaml:5 tuning.lora_alpha: there is no such key; finefit has this setting as `tuning.alpha`",
+        ),
         ("kind: hub", "kind: hubb", f'run.yaml:2 model.kind: "hubb" is not accepted; accepted: {KINDS}; did you mean'),
         ("kind: hub, ", "", f"run.yaml:2 model.kind: missing; give {KINDS}"),
         (
@@ -309,7 +328,7 @@ def test_all_errors_come_at_once_in_the_order_of_the_file() -> None:
     [
         ("rank: 8", "rank: 8\n  rank: 9", "run.yaml:6 tuning.rank: given twice, first at run.yaml:5; keep one"),
         ("id: owner/name}", "id: owner/name", "run.yaml:3: column 7: "),
-        ("  lr", "\tlr", "run.yaml:10: column 1: a tab stands here; use blanks"),
+        ("  lr", "\tlr", "run.yaml:10: column 1: there is a tab here; use spaces"),
     ],
 )
 def test_a_fault_of_the_yaml_has_its_place(old: str, new: str, line: str) -> None:
@@ -319,7 +338,7 @@ def test_a_fault_of_the_yaml_has_its_place(old: str, new: str, line: str) -> Non
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing yet\n", "---\n", "null"])
 def test_an_empty_spec_is_told_what_it_needs(text: str) -> None:
     assert complaint(text).startswith(
-        "run.yaml:1: the spec is empty; a spec is a mapping with at least the keys `name`"
+        "run.yaml:1: the spec is empty; a spec is a mapping with at least the keys `model`, `data`"
     )
     assert complaint("- name: a\n").startswith('run.yaml:1: [{"name": "a"}] is a list; a spec is a mapping')
 
@@ -330,9 +349,9 @@ def test_an_empty_spec_is_told_what_it_needs(text: str) -> None:
         ("a: &x 1\nb: *x\n", "run.yaml:2: column 4: `*x` is an alias; write the value out"),
         ("a: !python/object x\n", "run.yaml:1: column 4: `!python/object` is a tag; write the value without it"),
         ("a: 1\n---\nb: 2\n", "run.yaml:2: column 1: a second document begins here; keep one"),
-        ("? [1]\n: 2\n", "run.yaml:1: column 3: a key is a word; check"),
+        ("? [1]\n: 2\n", "run.yaml:1: column 3: a key must be plain text; check"),
         ("a: " + "[" * 1000 + "]" * 1000, "run.yaml:1: column 24: nested deeper than 20 levels; check"),
-        ('a: "\\ud800"\n', "run.yaml:1: column 4: half a surrogate pair is not text; check"),
+        ('a: "\\ud800"\n', "run.yaml:1: column 4: an unpaired surrogate is not valid text; check"),
         ('a: "\\UFFFFFFFF"\n', "run.yaml:1: this is not YAML 1.2 ("),
         ("%YAML 1.3\n---\na: 1\n", "run.yaml:1: this is not YAML 1.2 ("),
         ("a: 1\nb: \x00\n", "run.yaml:2: this is not YAML 1.2 ("),
@@ -354,7 +373,7 @@ def test_overrides_reach_into_mappings_and_lists_and_mend_the_file_and_a_later_o
 
 @pytest.mark.parametrize("override", ["", "seed", "=1", "seed=", "seed= ", "a..b=1", ".a=1", "a b=1", "seed: 1"])
 def test_what_is_no_override_is_refused_with_an_example(override: str) -> None:
-    assert complaint(GOOD, override).startswith(f"--set {override}: this is not an override; write key.path=value")
+    assert complaint(GOOD, override).startswith(f"--set {override}: this is not a valid override; write key.path=value")
 
 
 @pytest.mark.parametrize(
@@ -413,7 +432,7 @@ def test_a_missing_file_gets_the_nearest_names(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_no_spec(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="is a folder, and a spec is a YAML file"):
+    with pytest.raises(SpecError, match="is a folder, but a spec is a YAML file"):
         load_spec(tmp_path)
     with pytest.raises(SpecError, match="cannot be read"):
         load_spec(tmp_path / "a\0b")
@@ -528,11 +547,11 @@ def test_a_file_that_stands_below_itself_is_refused(folder: Path) -> None:
     child(folder, "base: child.yaml\n", name="base.yaml")
     (line,) = base_complaints(child(folder, "base: base.yaml\nname: a\n"))
     assert (
-        line
-        == "base.yaml:1 base: child.yaml -> base.yaml -> child.yaml is a circle; remove `base` from one of these files"
+        line == "base.yaml:1 base: child.yaml -> base.yaml -> child.yaml: these files name each other as base; "
+        "remove `base` from one of these files"
     )
     (line,) = base_complaints(child(folder, "name: a\nbase: ./own.yaml\n", name="own.yaml"))
-    assert line.startswith("own.yaml:2 base: own.yaml -> own.yaml is a circle")
+    assert line.startswith("own.yaml:2 base: own.yaml -> own.yaml: these files name")
 
 
 def test_a_base_that_is_not_there_is_told_alone_and_the_nearest_name_with_it(folder: Path) -> None:
@@ -670,6 +689,47 @@ def test_an_item_of_a_list_that_stands_in_the_base_is_not_written_beside_it() ->
 SMALLEST = "model: {kind: hub, id: owner/name}\ndata: {train: [{path: a.jsonl}]}\n"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "tuning.base_bits=4",
+        "tuning.rank=8",
+        "tuning.weights=bf16",
+        "optimizer.kind=adamw_8bit",
+        "optimizer.weight_decay=0.1",
+        "engine.devices=2",
+        "levers.micro_batch=4",
+        "schedule.steps=3",
+        "save.keep=1",
+        "data.max_tokens=512",
+    ],
+)
+def test_one_key_can_be_changed_in_the_smallest_spec(change: str) -> None:
+    spec, key, value = parsed(SMALLEST, change), change.partition("=")[0].split("."), change.partition("=")[2]
+    part = getattr(spec, key[0])
+    assert str(getattr(part, key[1])) == value
+    assert part.model_fields_set == {key[1]} | ({"train"} if key[0] == "data" else set())
+    assert (spec.tuning.kind, spec.optimizer.lr) == ("lora", 2e-4)
+
+
+def test_a_stage_has_the_same_defaults_as_a_flat_spec() -> None:
+    stage = (
+        f"{{kind: train, {', '.join(SMALLEST.strip().splitlines())}, tuning: {{rank: 4}}, optimizer: {{eps: 1e-7}}}}"
+    )
+    found = parse_any(f"stages: {{a: {stage}}}\n", where="run.yaml")
+    assert isinstance(found, Pipeline)
+    training = found.stages["a"]
+    assert isinstance(training, TrainStage)
+    assert isinstance(training.tuning, Lora)
+    assert (training.tuning.rank, training.optimizer.lr, training.optimizer.eps) == (4, 2e-4, 1e-7)
+
+
+@pytest.mark.parametrize("change", ["tuning={trainable: [layers.*]}", "on_nan.at_most=2", "engine.stage=3"])
+def test_keys_of_another_kind_than_the_default_ask_for_the_kind(change: str) -> None:
+    section = change.partition("=")[0].partition(".")[0]
+    assert f"{section}.kind: missing; give" in complaint(SMALLEST, change)
+
+
 def test_the_smallest_spec_names_a_model_and_data(tmp_path: Path) -> None:
     path = tmp_path / "my chat.yaml"
     path.write_text(SMALLEST, encoding="utf-8")
@@ -709,13 +769,51 @@ def test_aliases_that_multiply_are_refused_at_the_first() -> None:
         parsed("\n".join(lines))
 
 
-def test_a_data_file_is_answered_with_the_spec_that_uses_it(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("{}\n", encoding="utf-8")
+ROW = b'{"prompt": "a", "answer": "b"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", ROW),
+        ("rows.txt", b"a text"),
+        ("rows.json", b"[" + ROW + b"]"),
+        ("rows.json", ROW + b"\n" + ROW),
+        ("rows.json", b"[" + b" " * (2 << 20)),
+        ("rows.json.gz", gzip.compress(ROW, mtime=0)),
+        ("rows", gzip.compress(ROW, mtime=0)),
+    ],
+)
+def test_a_data_file_is_answered_with_the_spec_that_uses_it(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
     with pytest.raises(SpecError, match="is a data file") as caught:
         load_spec(path)
     spec = parse_spec(caught.value.remedy.partition(":\n")[2], where="spec.yaml")
     assert spec.data.train[0].path == str(path)
+
+
+def test_every_key_of_another_tool_leads_to_a_key_that_exists() -> None:
+    for key, place in foreign.PLACES.items():
+        section, _, inner = place.partition(" ")[0].partition(":")[0].partition(".")
+        declared = Spec.model_fields["validation" if section == "validate" else section]
+        classes = reader.classes_of(declared.annotation)
+        assert not inner or any(inner.partition(".")[0] in reader.fields_of(found) for found in classes), (key, place)
+
+
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        ("stage=sft", "did you mean `stages`?"),
+        ("evaluate=[{task: rouge, batch_size: 2}]", "the keys here are"),
+        ("evaluate=[{task: rouge, epochs: 2}]", "the keys here are"),
+        ("load_in_4bit=true", "`tuning.base_bits: 4`"),
+        ("optimizer.learning_rate=1e-4", "`optimizer.lr`"),
+        ("batch_size=4", "`global_batch`"),
+    ],
+)
+def test_a_key_of_another_tool_is_translated_only_where_it_means_that(change: str, hint: str) -> None:
+    assert hint in complaint(GOOD, change)
 
 
 @pytest.mark.parametrize(

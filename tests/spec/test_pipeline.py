@@ -119,8 +119,12 @@ def test_one_training_is_meant_where_a_plain_spec_is_read(tmp_path: Path) -> Non
             "stage://pears/train.jsonl",
             "stage dpo depends on stage pears, which",
         ),
-        ('of: ["scores:sft", dpo]', "of: [pairs]", "stage table wants the scores of stage pairs, and make_pairs"),
-        ("{kind: stage, name: sft}", "{kind: stage, name: pairs}", "stage dpo wants the model of stage pairs"),
+        (
+            'of: ["scores:sft", dpo]',
+            "of: [pairs]",
+            "stage table needs the scores of stage pairs, but a make_pairs stage makes none",
+        ),
+        ("{kind: stage, name: sft}", "{kind: stage, name: pairs}", "stage dpo needs the model of stage pairs"),
         ("  pairs: {kind", "  DPO: {kind", "stages dpo and DPO would write into one folder"),
         ("  pairs: {kind", "  all: {kind", "a stage cannot be called all, which means every stage in --force all"),
         ("  pairs: {kind", "  sft: {kind", "stages.sft: given twice, first at spec.yaml:16"),
@@ -137,7 +141,7 @@ def test_one_training_is_meant_where_a_plain_spec_is_read(tmp_path: Path) -> Non
         (
             "objective: {kind: dpo}",
             "objective: {kind: dpo}\n    tuning: {adapter: theirs}",
-            "stage dpo continues the adapter of stage sft, and tuning.adapter names another, theirs",
+            "stage dpo continues the adapter of stage sft, but tuning.adapter names another, theirs",
         ),
     ],
 )
@@ -159,15 +163,19 @@ def test_a_script_declares_what_it_leaves_in_its_own_folder(outputs: str) -> Non
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("stage://pairs/test.jsonl", "stage://pairs/validation.jsonl", "it makes train.jsonl, test.jsonl, report.json"),
-        ("stage://pairs/test.jsonl", "stage://pairs/t?st.json", "stage scores wants t?st.json of stage pairs"),
-        ("stage://pairs/test.jsonl", "stage://pairs/../sft/rows.jsonl", "leads out of that stage's folder"),
-        ("stage://pairs/test.jsonl", "stage://sft//etc/passwd", "leads out of that stage's folder"),
+        (
+            "stage://pairs/test.jsonl",
+            "stage://pairs/validation.jsonl",
+            "it produces train.jsonl, test.jsonl, report.json",
+        ),
+        ("stage://pairs/test.jsonl", "stage://pairs/t?st.json", "stage scores needs t?st.json of stage pairs"),
+        ("stage://pairs/test.jsonl", "stage://pairs/../sft/rows.jsonl", "is outside of that stage's folder"),
+        ("stage://pairs/test.jsonl", "stage://sft//etc/passwd", "is outside of that stage's folder"),
         ("stage://pairs/test.jsonl", "stage:///test.jsonl", "stage scores has stage:///test.jsonl at data.test.path"),
-        ("scores:sft", "scores:stf", "stage table wants scores:stf, and stf is not a model of stage scores; it has"),
-        ('["scores:sft", dpo]', "[sft]", "stage table wants the scores of stage sft, which has no evaluation"),
-        ("dpo]", '"dpo:base"]', "stage table wants dpo:base, and no task of stage dpo scores the starting model"),
-        ("dpo]", '"dpo:bets"]', "stage table wants dpo:bets, which is not a checkpoint"),
+        ("scores:sft", "scores:stf", "stage table needs scores:stf, but stf is not a model of stage scores; it has"),
+        ('["scores:sft", dpo]', "[sft]", "stage table needs the scores of stage sft, which has no evaluation"),
+        ("dpo]", '"dpo:base"]', "stage table needs dpo:base, but no task of stage dpo scores the starting model"),
+        ("dpo]", '"dpo:bets"]', "stage table needs dpo:bets, which is not a checkpoint"),
         ('["scores:sft", dpo]', "[scores], task: rouge", "no two are scored on rouge (scores:sft on hallucination"),
         ("task: hallucination, base: false}", "task: rouge, base: false}", "hallucination, dpo:final on rouge)"),
         ('["scores:sft", dpo]', '["scores:sft"]', "stage table compares scores:sft with nothing; name another beside"),
@@ -213,7 +221,7 @@ PAIRS = (
         (", shares: {numbr: 1}", "", 'shares.numbr: "numbr" is not accepted; accepted: `entity`, `number`'),
         (", shares: {number: -1}", "", "shares.number: -1 is out of range; give at least 0"),
         (", shares: {entity: 0, number: 0, negation: 0, fabrication: 0}", "", "shares: no rule is left to make pairs"),
-        (", per_row: 5", "", "per_row: 5 pairs of a row, each by another rule, and there are 4 (entity, number"),
+        (", per_row: 5", "", "per_row: 5 pairs of a row, each by another rule, but there are 4 (entity, number"),
         (", per_row: 3, shares: {number: 0, entity: 0.0}", "", "there are 2 (negation, fabrication); give at most 2"),
         ("", ", weight: 2", "train.0.weight: a pair is made once; give the weight to the training that reads"),
     ],
@@ -248,7 +256,7 @@ stages:
         (
             '["{before}"]',
             '["stage://first/first.txt"]',
-            "stages.second: arguments: a change of stage://first/first.txt would run nothing again",
+            "stages.second: arguments: a change of stage://first/first.txt would rerun nothing",
         ),
         ('["{before}"]', '["--in=stage://first/first.txt"]', "name it under inputs, and its name in braces here"),
         (
@@ -264,9 +272,9 @@ stages:
         (
             "stage://first/first.txt",
             "stage://first/typo.txt",
-            "it makes first.txt, parts/all; declare it in its outputs",
+            "it produces first.txt, parts/all; declare it in its outputs",
         ),
-        ("stage://first/first.txt", "stage://first/parts/other", "stage second wants parts/other of stage first"),
+        ("stage://first/first.txt", "stage://first/parts/other", "stage second needs parts/other of stage first"),
     ],
 )
 def test_a_script_is_given_what_it_names_and_what_will_be_there(old: str, new: str, words: str) -> None:
@@ -319,12 +327,12 @@ stages:
         (
             "models: {law: {kind: stage, name: law}, thin: {kind: stage, name: thin}",
             "models: {law: {kind: stage, name: law}, thin: {kind: stage, name: merged}",
-            "stage scores has models.by_gate, which chooses among law, thin and answers nothing itself; thin is",
+            "stage scores has models.by_gate, which chooses among law, thin and generates no answers itself; thin is",
         ),
         (
             "models: {law: {kind: stage, name: law}, ",
             "models: {",
-            "law is missing among the models here, or is another one",
+            "law is missing among the models here, or is a different model",
         ),
         (
             "[{task: rouge}]",
@@ -334,14 +342,14 @@ stages:
         (
             "merge_adapter, model: {kind: stage, name: thin}",
             "merge_adapter, model: {kind: stage, name: law}",
-            "stage merged merges an adapter, and its",
+            "stage merged merges an adapter, but its",
         ),
         (
             "merge_adapter, model: {kind: stage, name: thin}",
             "merge_adapter, model: {kind: folder, path: m}",
-            "stage merged merges an adapter, and its",
+            "stage merged merges an adapter, but its",
         ),
-        ("merge_adapter,", "merge_adapter, adapter: a,", "stage merged merges a, and its model has an adapter already"),
+        ("merge_adapter,", "merge_adapter, adapter: a,", "stage merged merges a, but its model already has an adapter"),
         (
             "{test: {path: t.jsonl}}",
             "{test: {path: t.jsonl}, task: amr}",
@@ -350,7 +358,7 @@ stages:
         (
             "{test: {path: t.jsonl}}",
             "{test: {path: t.jsonl}, template: plain}",
-            'data.template "plain", and the gate models.by_gate learns in stage gate from rows with template "chat"',
+            'data.template "plain", but the gate models.by_gate learns in stage gate from rows with template "chat"',
         ),
         (
             "thin: {path: b.jsonl}}",
@@ -436,7 +444,7 @@ def mixed(tuning: str, *, is_merged: bool = False, more: str = "") -> Pipeline:
             "stage thin, by which expert maths and the base differ, trains tuning.targets: all",
         ),
         ("{kind: lora, targets: [down_proj, q_proj]}", True, "trains tuning.targets: q_proj; give it"),
-        ("{kind: lora, targets: {language: [o_proj]}}", True, "targets: [gate_proj, up_proj, down_proj] and a stage"),
+        ("{kind: lora, targets: {language: [o_proj]}}", True, "targets: [gate_proj, up_proj, down_proj] followed by a"),
     ],
     ids=["full", "attention", "some", "all-linear", "query", "tower"],
 )
@@ -445,7 +453,7 @@ def test_an_expert_that_learns_outside_of_its_mlps_is_refused_before_it_is_train
 ) -> None:
     with pytest.raises(SpecError) as caught:
         mixed(tuning, is_merged=is_merged, more=more)
-    assert "stage mix is built of models that differ in their MLPs alone" in str(caught.value)
+    assert "stage mix is built from models that differ only in their MLPs" in str(caught.value)
     assert words in str(caught.value)
 
 
@@ -533,7 +541,7 @@ def test_a_router_that_would_start_from_rows_in_a_form_that_its_experts_do_not_k
     with pytest.raises(SpecError) as caught:
         centroids(FORM, "", is_merged=is_merged)
     assert (
-        f"stage mix starts its router from rows as they are, and stage {trained}, where expert law learns, "
+        f"stage mix starts its router from unchanged rows, but stage {trained}, where expert law learns, "
         "builds its rows with "
     ) in str(caught.value)
 
@@ -580,7 +588,7 @@ def test_a_stage_goes_on_with_the_model_of_another() -> None:
 
 @pytest.mark.parametrize("model", [SPEC["model"], {"kind": "stage", "name": "first"}], ids=["named", "trained"])
 def test_what_takes_models_apart_refuses_one_of_the_users_own(model: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match=r"stage merged takes models of transformers"):
+    with pytest.raises(ValidationError, match=r"stage merged needs models of transformers"):
         custom_pipeline(
             first=TRAIN | {"model": SPEC["model"]},
             merged={"kind": "merge_adapter", "model": model, "adapter": "a" if model["kind"] == "custom" else None},

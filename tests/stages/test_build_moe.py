@@ -360,7 +360,7 @@ def test_an_expert_that_will_be_an_adapter_is_refused_before_it_is_trained() -> 
     stages["b"] = expert | {"tuning": {"kind": "lora"}}
     with pytest.raises(
         ValidationError,
-        match="stage mix is built of whole models, and stage b trains an adapter; put a stage of kind merge_adapter",
+        match="stage mix is built from whole models, but stage b trains an adapter; put a stage of kind merge_adapter",
     ):
         Pipeline.model_validate_json(json.dumps({"name": "x", "stages": stages}))
 

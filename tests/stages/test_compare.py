@@ -105,7 +105,7 @@ def test_checkpoints_of_a_training_stand_beside_models_and_settings_that_are_mea
         _made(_order(one_run, varies=("checkpoint",)), run / "out")["verdict"]
         == "only declared settings differ: checkpoint"
     )
-    with pytest.raises(RunError, match="no two of them were scored on rouge"):
+    with pytest.raises(RunError, match="fewer than two of these were scored on rouge"):
         _made(_order(scores, task="rouge"), run / "out")
 
 

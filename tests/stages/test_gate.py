@@ -1,6 +1,7 @@
 """A gate learns which expert a prompt is for, from the base's embeddings alone."""
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Mapping
@@ -14,17 +15,18 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from finefit.artifacts.records import SequenceGate, StageJob, WiredModel, read_record
+from finefit.artifacts.records import SequenceGate, StageJob, WiredModel, read_record, write_record
 from finefit.data.render import open_renderer
 from finefit.data.rows import Message
 from finefit.errors import DataError, ModelError, RunError
-from finefit.moe.gate import choose_experts, fit_gate, mean_embeddings, token_scores
+from finefit.moe.gate import GATE_RECORD, GATE_TABLE, choose_experts, fit_gate, mean_embeddings, token_scores
 from finefit.report.run import summary_lines
 from finefit.run.cache_inputs import outside_inputs
 from finefit.spec.models import FolderModel
 from finefit.spec.pipeline import Pipeline
 from finefit.spec.stages import Gate
 from finefit.stages import gate
+from finefit.stats.intervals import Interval
 from tests.conftest import TEMPLATE, make_model_folder, make_tokenizer, write_jsonl
 
 Rows = list[dict[str, Any]]
@@ -268,7 +270,7 @@ def test_a_change_of_the_file_that_rows_are_built_with_makes_a_gate_anew(base: P
         (
             {"few": _rows("a", 1), "many": _rows("bcd", 40)},
             {"held_out": 0.1},
-            "of few no prompt is left to be measured on: 41 prompts, 0.1 of them held out",
+            "no prompt of few is left to measure on: 41 prompts, 0.1 of them held out",
         ),
         (
             {name: [{"prompt": words, "completion": "y"} for words in ("Why?", "why")] for name in ("one", "other")},
@@ -335,3 +337,30 @@ def test_every_expert_has_rows_and_they_count_equally(
 ) -> None:
     with pytest.raises(ValidationError, match=words):
         _order(base, tmp_path, {"vowels": [], "digits": []}, data=data)
+
+
+_GATE = SequenceGate(
+    experts=("a", "b"),
+    template_sha256="",
+    trained={},
+    held={},
+    accuracy=Interval(value=1.0, low=0.0, high=1.0, n=1),
+    confusion={},
+    telling={},
+    shared_prompts=0,
+)
+
+
+@pytest.mark.parametrize("place", ["a folder", "a pipe", "a cut file"])
+def test_a_table_of_scores_that_cannot_be_one_is_named(tmp_path: Path, place: str) -> None:
+    write_record(tmp_path / GATE_RECORD, _GATE)
+    path = tmp_path / GATE_TABLE
+    match place:
+        case "a folder":
+            path.mkdir()
+        case "a pipe":
+            os.mkfifo(path)
+        case _:
+            path.write_bytes(b"\x10")
+    with pytest.raises(ModelError, match=GATE_TABLE):
+        choose_experts(tmp_path, [[1]])

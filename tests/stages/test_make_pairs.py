@@ -180,7 +180,7 @@ def test_word_lists_of_the_users_own_take_the_place_of_ours(rows: Path) -> None:
 def test_a_prompt_in_two_splits_is_refused_with_both_places(rows: Path) -> None:
     both = grounded(3, seed=0)[2]
     write_jsonl(rows / "test.jsonl", [*grounded(30, seed=2), both | {"prompt": both["prompt"].upper()}])
-    with pytest.raises(DataError, match=r"test\.jsonl:31 \(test\) asks what train\.jsonl:3 \(train\) asks"):
+    with pytest.raises(DataError, match=r"test\.jsonl:31 \(test\) has the prompt of train\.jsonl:3 \(train\)"):
         made(rows, ALL)
 
 
@@ -201,7 +201,7 @@ SPEC = "name: x\nstages: {{pairs: {{kind: make_pairs{}}}}}\n"
         ("", "rows with right answers are needed"),
         (
             ", train: [{path: a.jsonl}], method: {kind: verdicts, of: [runs/a-1]}",
-            "verdicts are about existing answers",
+            "verdicts judge existing answers",
         ),
     ],
 )

@@ -9,11 +9,13 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from peft.tuners import lora
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from finefit.artifacts.records import StageJob, WiredModel
 from finefit.errors import FinefitError, ModelError
-from finefit.model import merge
+from finefit.model import merge, merged_weights, saved_weights
+from finefit.model.saved_weights import FileSpan, InMemory
 from finefit.report.run import summary_lines
 from finefit.spec.models import FolderModel
 from finefit.spec.stages import MergeAdapter
@@ -155,11 +157,15 @@ def test_an_adapter_that_rounding_would_swallow_is_told(tmp_path: Path, base: Pa
     assert f"warning: {warning}" in summary_lines("merge_adapter", summary)
 
 
-def test_large_models_are_written_in_shards(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "_SHARD", "8KB")
-    _, out = merged(tmp_path, base, make_adapter(tmp_path / "adapter", base))
-    assert len(list(out.glob("model-*-of-*.safetensors"))) > 1
-    assert (out / "model.safetensors.index.json").is_file()
+def test_large_models_are_written_in_shards(tmp_path: Path, base: Path) -> None:
+    adapter = make_adapter(tmp_path / "adapter", base)
+    (tmp_path / "out").mkdir()
+    written = merged_weights.write_merged(base, adapter, tmp_path / "out", dtype=None, shard_bytes=8000)
+    assert written.is_streamed
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
+    both = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.allclose(logits(found), logits(both), atol=1e-5)
 
 
 def test_an_adapter_may_be_named_beside_a_plain_model(tmp_path: Path, base: Path) -> None:
@@ -203,24 +209,26 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, base: Path) -> 
 def test_a_merge_that_changes_the_answers_writes_nothing(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if peft had lost the adapter: what is unloaded is the bare base."""
+    """As if peft had lost the adapter: what it merges is the bare base."""
     adapter = make_adapter(tmp_path / "adapter", base)
-    monkeypatch.setattr(peft.PeftModel, "merge_and_unload", lambda self, **_: self.unload(), raising=False)
+    monkeypatch.setattr(lora.Linear, "merge", lambda *_, **__: None)
     with pytest.raises(FinefitError, match="differs from base and adapter"):
         merged(tmp_path, base, adapter)
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_model_that_reads_back_otherwise_is_refused(
+def test_a_file_that_is_not_what_was_written_is_refused(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = make_adapter(tmp_path / "adapter", base)
+    written = saved_weights.write_shards
 
-    def torn(_: Path, out: Path) -> None:
-        shutil.copyfile(base / "model.safetensors", out / "model.safetensors")
+    def torn(folder: Path, *given: Any) -> None:
+        written(folder, *given)
+        shutil.copyfile(base / "model.safetensors", folder / "model.safetensors")
 
-    monkeypatch.setattr(merge, "copy_texts", torn)
-    with pytest.raises(FinefitError, match="does not read back"):
+    monkeypatch.setattr(merged_weights, "write_shards", torn)
+    with pytest.raises(FinefitError, match="differs from base and adapter"):
         merged(tmp_path, base, adapter)
 
 
@@ -252,8 +260,11 @@ def test_a_token_that_rounding_sends_to_another_expert_is_no_fault_of_the_merge(
         return passed[-1]
 
     monkeypatch.setattr(merge, "_logits", noted)
-    summary, _ = merged(tmp_path, base, adapter)
-    _, wanted, held, free, _ = passed
+    summary, out = merged(tmp_path, base, adapter)
+    _, wanted, held = passed
+    vocabulary = AutoConfig.from_pretrained(base).vocab_size
+    probe = torch.randint(vocabulary, (merge._ROWS, merge._TOKENS), generator=torch.Generator().manual_seed(0))
+    free = plain(AutoModelForCausalLM.from_pretrained(out, dtype="auto").eval(), probe)
     assert merge._apart(free, wanted) > summary["tolerance"]
     assert summary["difference"] == merge._apart(held, wanted) <= summary["tolerance"]
 
@@ -262,15 +273,17 @@ def test_a_router_that_is_merged_wrongly_writes_nothing(tmp_path: Path, monkeypa
     """Its choices are held while the rest is compared, so it is compared itself."""
     base = make_rounded_mixture(tmp_path / "model", "llama")
     adapter = make_adapter(tmp_path / "adapter", base, size=0.1, targets=("q_proj", "v_proj"))
-    unloaded = peft.LoraModel.merge_and_unload
+    copied = merged_weights.copied
 
-    def turned(self: peft.LoraModel, **options: Any) -> Any:
-        model = unloaded(self, **options)
-        router = model.model.layers[3].mlp.gate
-        router.weight.data = router.weight.data.flip(0)
-        return model
+    def turned(*given: Any) -> Any:
+        sources = copied(*given)
+        (name,) = (name for name in sources if "layers.3." in name and name.endswith("gate.weight"))
+        stored = sources[name]
+        assert isinstance(stored, FileSpan)
+        sources[name] = InMemory(stored.read().flip(0))
+        return sources
 
-    monkeypatch.setattr(peft.LoraModel, "merge_and_unload", turned)
+    monkeypatch.setattr(merged_weights, "copied", turned)
     with pytest.raises(FinefitError, match="routers of the merged model"):
         merged(tmp_path, base, adapter)
     assert not list((tmp_path / "out").iterdir())

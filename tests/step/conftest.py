@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from finefit.data.collate import micro_batches
 from finefit.data.examples import Example
 from finefit.data.render import Renderer
 from finefit.data.rows import Message
@@ -22,6 +21,7 @@ from finefit.step.optimize import StepOutcome, optimizer_step
 from finefit.step.state import make_optimizer
 from tests.conftest import make_model, make_tokenizer
 from tests.data.conftest import only_example
+from tests.micro_batches import micro_batches
 
 torch.set_num_threads(1)
 

@@ -15,7 +15,6 @@ from transformers import LlamaForCausalLM
 
 from finefit.artifacts.records import Levers
 from finefit.artifacts.stage_records import Stage
-from finefit.data.collate import micro_batches
 from finefit.data.order import rows_of_rank, rows_of_step
 from finefit.model.load import make_trainable
 from finefit.objective.batch import Batch, Forward
@@ -30,6 +29,7 @@ from finefit.step.optimize import StepOutcome, optimizer_step
 from finefit.step.state import make_optimizer
 from finefit.train.ranks import ONE_RANK, ManyRanks, Ranks
 from tests.conftest import make_model
+from tests.micro_batches import micro_batches
 from tests.step.conftest import FULL, LORA, RENDERER, trainable, tuned, unequal_examples
 
 Kind = Literal["ddp", "fsdp2", "zero2", "zero3"]

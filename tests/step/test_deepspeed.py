@@ -1,6 +1,7 @@
 """The DeepSpeed JSON of a stage, what an engine refuses, and which one a stage gets."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -77,8 +78,8 @@ def test_a_file_that_agrees_is_kept_for_what_the_spec_does_not_say() -> None:
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3, engine.stage is 2"),
         ({"optimizer": {"type": "Lion"}}, 'optimizer.type is "Lion", optimizer.kind is "AdamW"'),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}, "optimizer.params.lr is 1.0, optimizer.lr is 0.01"),
-        ({"scheduler": {"type": "WarmupLR"}}, "scheduler is given"),
-        ({"elasticity": {"enabled": True}}, "elasticity is given"),
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler is set"),
+        ({"elasticity": {"enabled": True}}, "elasticity is set"),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
             'zero_optimization.offload_optimizer.device is "cpu"',
@@ -215,3 +216,27 @@ def test_accumulation_is_counted_over_the_ranks_of_all_nodes() -> None:
     stage = make_stage(engine=zero())
     assert not list(config_contradictions(stage, {"gradient_accumulation_steps": 4}))  # 7 rows, 2 ranks
     assert not list(config_contradictions(replace(stage, num_ranks=4), {"gradient_accumulation_steps": 2}))
+
+
+@pytest.mark.parametrize("place", ["a pipe", "a folder", "a deep nesting", "a huge file"])
+def test_a_users_file_that_cannot_be_one_is_refused_at_once(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "own.json"
+    match place:
+        case "a pipe":
+            os.mkfifo(path)
+        case "a folder":
+            path.mkdir()
+        case "a deep nesting":
+            path.write_text("[" * 100_000)
+        case _:
+            path.touch()
+            os.truncate(path, 1 << 40)
+    with pytest.raises(SpecError, match=r"engine\.config: .*own\.json") as caught:
+        open_config(tmp_path, make_stage(engine=zero(config="own.json")), tmp_path, writes=True)
+    assert caught.value.remedy
+
+
+def test_a_damaged_record_of_the_stage_is_named(tmp_path: Path) -> None:
+    (tmp_path / DEEPSPEED_FILE).write_text("{")
+    with pytest.raises(RunError, match=DEEPSPEED_FILE):
+        open_config(tmp_path, make_stage(engine=zero()), tmp_path, writes=False)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trl import DPOConfig, DPOTrainer
 
 from finefit.artifacts.records import Levers
-from finefit.data.collate import collate, micro_batches
+from finefit.data.collate import collate
 from finefit.data.examples import Example, Pair
 from finefit.data.order import capacity_of
 from finefit.data.render import Renderer
@@ -37,6 +37,7 @@ from finefit.step.forward import (
 from finefit.step.levers import apply_levers
 from tests.conftest import make_model, make_tokenizer
 from tests.data.conftest import render_one
+from tests.micro_batches import micro_batches
 from tests.step.conftest import FULL, LORA, RENDERER, Taken, take_gradients, trainable, tuned
 from tests.step.trl_comparison import NUM_STEPS, FirstGradients, finefit_steps, trl_settings, weights_of
 

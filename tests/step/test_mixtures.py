@@ -13,7 +13,7 @@ from torch.multiprocessing.spawn import start_processes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finefit.artifacts.records import Levers
-from finefit.data.collate import micro_batches, pack
+from finefit.data.collate import pack
 from finefit.errors import SpecError
 from finefit.model.attention import choose_attention
 from finefit.model.experts import choose_experts
@@ -26,6 +26,7 @@ from finefit.step.forward import autocast_for, bind, make_objective
 from finefit.step.levers import apply_levers
 from finefit.train.ranks import ONE_RANK, ManyRanks
 from tests.conftest import make_model
+from tests.micro_batches import micro_batches
 from tests.mixtures import FAMILIES, make_mixture
 from tests.slow_cases import slow_but
 from tests.step.conftest import FULL, RENDERER, Taken, assert_same_step, cut, take_gradients, unequal_examples

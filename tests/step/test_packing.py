@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from finefit.artifacts.records import Levers
-from finefit.data.collate import collate, lengths_of, micro_batches, pack, supervised_counts_of
+from finefit.data.collate import collate, lengths_of, pack, supervised_counts_of
 from finefit.data.examples import Example
 from finefit.data.order import capacity_of
 from finefit.errors import ModelError
@@ -24,6 +24,7 @@ from finefit.objective.batch import Batch
 from finefit.spec.models import Tuning
 from finefit.step.forward import autocast_for, bind
 from finefit.step.levers import apply_levers
+from tests.micro_batches import micro_batches
 from tests.step.conftest import FULL, TUNINGS, Taken, take_gradients
 
 VOCABULARY = 64

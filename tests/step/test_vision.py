@@ -162,7 +162,7 @@ def test_steps_that_show_nothing_leave_the_audit_waiting_for_one_that_does() -> 
             clip=None,
             decide=partial(audit.decide, step + 1, lambda: None),
         )
-    assert [(line["step"], line["towers"]["vision"]["reached"], "blind" in line) for line in told] == [
+    assert [(line["step"], line["towers"]["vision"]["reached"], "no_image" in line) for line in told] == [
         (1, 0, True),
         (2, 0, True),
         (3, 12, False),

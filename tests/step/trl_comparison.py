@@ -8,13 +8,13 @@ from datasets import disable_progress_bars
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from finefit.data.collate import micro_batches
 from finefit.data.examples import Example, Pair
 from finefit.objective.batch import Objective
 from finefit.spec.schema import AdamW
 from finefit.step.forward import bind
 from finefit.step.optimize import StepOutcome, optimizer_step
 from finefit.step.state import make_optimizer
+from tests.micro_batches import micro_batches
 from tests.step.conftest import RENDERER, trainable
 
 NUM_STEPS = 3

@@ -85,7 +85,7 @@ def test_another_root_is_seen() -> None:
     assert counts(a_task(), "(g / go-02 :ARG0 (b / boy))")["root"] == 0.0
 
 
-def test_spelling_is_made_the_same_on_both_sides_unless_it_is_to_stay() -> None:
+def test_concepts_are_written_alike_on_both_sides_unless_they_stay_as_written() -> None:
     row = a_row("(h / hôm_nay)")
     assert counts(a_task(), "(h / hôm nay)", row)["matched"] == 2.0
     assert counts(a_task(concepts="as_written"), "(h / hôm nay)", row)["matched"] == 1.0

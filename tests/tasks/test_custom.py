@@ -191,13 +191,13 @@ def test_a_file_that_is_no_task_is_told_with_its_place(tmp_path: Path, old: str,
             "1 / (found - reference)",
             r"sums.py:17 failed in score: ZeroDivisionError",
         ),
-        ("1 / (1 + abs(found - reference))", "2.5", r"score that gave near = 2.5; give a number from 0 to 1"),
+        ("1 / (1 + abs(found - reference))", "2.5", r"score that returned near = 2.5; return a number from 0 to 1"),
         ("1 / (1 + abs(found - reference))", "float('nan')", "near = nan"),
         ("1 / (1 + abs(found - reference))", "'high'", "near = 'high'"),
-        ("found == reference", "0.5", "exact = 0.5; give 0 or 1"),
-        (', "exact": found == reference', "", "gave no exact, which METRICS names"),
-        ('"exact": found', '"extra": 1, "exact": found', "gave extra, which METRICS does not name"),
-        ('return {"near": 1', 'return [{"near": 1', "score that gave"),
+        ("found == reference", "0.5", "exact = 0.5; return 0 or 1"),
+        (', "exact": found == reference', "", "returned no exact, which METRICS names"),
+        ('"exact": found', '"extra": 1, "exact": found', "returned extra, which METRICS does not name"),
+        ('return {"near": 1', 'return [{"near": 1', "score that returned"),
         ("return Found(int(digits)).number", "return Found(int(digits))", "which no record can hold"),
         ("return Found(int(digits)).number", "return [].pop()", r"sums.py:14 failed in extract: IndexError"),
     ],
@@ -219,7 +219,7 @@ def test_a_reference_that_extract_cannot_read_is_no_item(tmp_path: Path) -> None
 
 def test_a_build_that_gives_no_two_texts_is_told(tmp_path: Path) -> None:
     _own(tmp_path, WHOLE.replace('return f"How much is {prompt}?", f"It is {answer}."', "return prompt"))
-    with pytest.raises(SpecError, match="give a pair of texts"):
+    with pytest.raises(SpecError, match="return a pair of texts"):
         _built(tmp_path, make_row("4"))
 
 

@@ -291,5 +291,15 @@ def test_an_nli_model_that_is_not_there_is_told_when_the_task_is_made(tmp_path: 
 def test_a_model_without_weights_is_told_without_a_traceback(taught: Path, tmp_path: Path) -> None:
     hollow = _renamed(taught, tmp_path / "hollow", NAMES)
     (hollow / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match="has no weights"):
         faithfulness(_nli(hollow), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_an_nli_model_with_a_damaged_file_is_named(taught: Path, tmp_path: Path, name: str) -> None:
+    damaged = tmp_path / "nli"
+    shutil.copytree(taught, damaged)
+    (damaged / name).write_bytes((damaged / name).read_bytes()[:-7] + b"[[[[[[[")
+    with pytest.raises(ModelError, match="nli") as caught:
+        faithfulness(_nli(damaged), tmp_path)
+    assert caught.value.remedy

@@ -25,7 +25,7 @@ from finefit.train.ranks import (
     joined,
     open_store,
     rendezvous,
-    require_alike_ranks,
+    require_same_setup,
 )
 from finefit.train.saver import agreed_checkpoint
 from tests.faults import Reference, run_to_end
@@ -156,12 +156,12 @@ def stage(lora: Reference) -> Stage:
 def refused(stage: Stage, at: int, **odd: Any) -> str:
     """What is said of three ranks, one of which is unlike the others."""
     with pytest.raises(RunError) as caught:
-        require_alike_ranks([*INFOS[:at], replace(INFOS[at], **odd), *INFOS[at + 1 :]], stage)
+        require_same_setup([*INFOS[:at], replace(INFOS[at], **odd), *INFOS[at + 1 :]], stage)
     return caught.value.problem
 
 
 def test_ranks_that_are_alike_are_let_in(stage: Stage) -> None:
-    assert require_alike_ranks(INFOS, stage) == []
+    assert require_same_setup(INFOS, stage) == []
 
 
 OLD, MORE = {"torch": "2.12.1", "finefit": "1"}, {"torch": "2.13.0", "finefit": "1", "deepspeed": "0.19"}
@@ -187,7 +187,7 @@ def test_a_card_that_somebody_else_uses_is_named_and_refused_where_the_stage_can
     problem, used = refused(stage, 1, free_bytes=50 * GIB), replace(INFOS[1], free_bytes=50 * GIB)
     who = f"rank 1 (process 101 on node-1) has {50 * GIB:,} bytes free on cuda:0 H200, another {80 * GIB:,}"
     assert f"{who}; {60 * GIB:,} are needed" in problem
-    assert require_alike_ranks([INFOS[0], used, INFOS[2]], replace(stage, predicted_bytes=40 * GIB)) == [who]
+    assert require_same_setup([INFOS[0], used, INFOS[2]], replace(stage, predicted_bytes=40 * GIB)) == [who]
 
 
 def test_a_rank_that_does_not_come_is_named_by_all_who_did(lora: Reference) -> None:
@@ -218,7 +218,7 @@ def test_ranks_that_meet_see_the_same_run_and_each_other(lora: Reference) -> Non
     def act(place: RankEnv) -> list[RankInfo]:
         stage, store = read_record(StageDir(where).stage, Stage), open_store(place, timeout=LONG)
         infos = rendezvous(describe_rank(StageDir(where), stage, place), store, size=2)
-        assert require_alike_ranks(infos, stage) == []
+        assert require_same_setup(infos, stage) == []
         if place.rank:
             store.set("done", "1")
         else:  # it holds the store, so it ends last

@@ -2,6 +2,7 @@
 training started."""
 
 import math
+import os
 import random
 import shutil
 import signal
@@ -204,7 +205,7 @@ def test_a_reference_of_another_model_stops_the_run_before_its_first_step(full: 
     _bend(where.reference, lambda values: values * np.array([1.2, 1.0], np.float32))
     assert finish(start(where)) == FindingError.exit_code
     failure = failure_of(where)
-    assert "it must be ln 2 = 0.693147" in failure.problem
+    assert "and not ln 2 = 0.693147" in failure.problem
     assert "reference.safetensors" in failure.remedy
     assert read_steps(where.metrics) == []
     where.reference.unlink()
@@ -343,3 +344,12 @@ def test_a_log_probability_that_is_no_number_stops_the_run(full: Reference, begi
         next(begun.saver.model.parameters()).fill_(torch.inf)
     with pytest.raises(FindingError, match="the starting model gives a pair of train"):
         begun.rows(pairs)
+
+
+@pytest.mark.parametrize("place", ["a folder", "a pipe"])
+def test_a_reference_that_is_not_a_file_is_none(tmp_path: Path, place: str) -> None:
+    path = tmp_path / "reference.safetensors"
+    path.mkdir() if place == "a folder" else os.mkfifo(path)
+    reasons: list[str] = []
+    assert reference._read(path, "key", {}, reasons.append) is None
+    assert len(reasons) == 1

@@ -96,7 +96,7 @@ def test_a_run_falls_back_to_the_checkpoint_before_and_says_so(lora: Reference, 
     DAMAGE[damage](where.checkpoints / "checkpoint-9")
     assert finish(start(where)) == 0
     (note,) = [line["note"] for line in read_lines(where.metrics) if line.get("event") == "rejected"]
-    assert note.startswith("checkpoint-9 is passed over: ")
+    assert note.startswith("checkpoint-9 is skipped: ")
     assert note in words(where)
     assert [line["step"] for line in read_lines(where.metrics) if line.get("event") == "resumed"] == [6]
     assert outcome(where) == lora.outcome
@@ -124,8 +124,8 @@ def test_damage_is_found_before_a_weight_is_loaded(lora: Reference, stopped: Sta
 
     assert finish(start(where, lambda: setattr(worker, "load_base", loads))) == REFUSED
     failure = failure_of(where)
-    assert "checkpoint-6 is passed over: adapter_model.safetensors has changed" in failure.problem
-    assert "checkpoint-9 is passed over: adapter_model.safetensors has changed" in failure.problem
+    assert "checkpoint-6 is skipped: adapter_model.safetensors has changed" in failure.problem
+    assert "checkpoint-9 is skipped: adapter_model.safetensors has changed" in failure.problem
     assert "remove the damaged checkpoints" in failure.remedy
 
 

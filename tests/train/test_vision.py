@@ -128,7 +128,7 @@ def test_a_first_step_that_shows_nothing_is_not_held_against_the_towers_that_loo
     first, *_, last = _audits(where)
     assert first["towers"]["vision"] == {"tensors": 20, "reached": 0}
     assert first["towers"]["language"]["reached"] == 28
-    assert first["blind"]
+    assert first["no_image"]
     assert last["towers"] == {tower: {"tensors": count, "reached": count} for tower, count in TOWERS.items()}
 
 

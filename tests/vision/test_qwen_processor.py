@@ -207,7 +207,7 @@ def test_identity_follows_what_makes_pixels_and_tokens(plain: Path, tmp_path: Pa
 def test_a_processor_of_another_model_is_refused(plain: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(plain, tmp_path / "mixed")
     _change_settings(copied, patch_size=14)
-    with pytest.raises(ModelError, match="patches of 14 pixels, 2 to a block, 2 frames; the tower takes 8, 2 and 2"):
+    with pytest.raises(ModelError, match="patches of 14 pixels, 2 to a block, 2 frames; the tower expects 8, 2 and 2"):
         image_processor_of(copied)
     (copied / "preprocessor_config.json").unlink()
     with pytest.raises(ModelError, match=r"the image processor of .*mixed cannot be read"):

@@ -167,7 +167,7 @@ def test_tiles_stay_within_the_limit_of_pixels(folders: dict[str, Path], family:
 
 def test_a_limit_below_one_tile_and_one_that_scales_up_are_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(
-        SpecError, match=f"max_pixels is {SIDE**2 - 1}, and the smallest image that this model sees has"
+        SpecError, match=f"max_pixels is {SIDE**2 - 1}, but the smallest image that this model sees has"
     ):
         opened(folders["idefics3"], max_pixels=SIDE**2 - 1)
     with pytest.raises(
@@ -255,10 +255,10 @@ def test_image_tokens_that_do_not_match_the_images_are_an_error_with_both_number
     num = image_processor.geometry.num_tokens(image_processor.grid(WIDE.size))
     input_ids, lengths = batch_of(image_processor, num, num - 1)
     with pytest.raises(
-        DataError, match=f"row 2 of a batch has {num - 1} image tokens, and its 1 images give {num} features"
+        DataError, match=f"row 2 of a batch has {num - 1} image tokens, but its 1 images give {num} features"
     ):
         image_processor.geometry.extra(input_ids, lengths, [shown(image_processor, WIDE), shown(image_processor, WIDE)])
-    with pytest.raises(DataError, match=f"row 1 of a batch has {num} image tokens, and its 0 images give 0 features"):
+    with pytest.raises(DataError, match=f"row 1 of a batch has {num} image tokens, but its 0 images give 0 features"):
         image_processor.geometry.extra(input_ids, lengths, [[], []])
 
 
@@ -291,7 +291,7 @@ def test_only_the_prompt_of_a_row_sees_both_ways(folders: dict[str, Path]) -> No
     trained, asked = geometry.extra(rows, [4, 3], [[], []], prompts=[2, 1]), geometry.extra(rows, [3, 2], [[], []])
     assert trained.tensors["blocks_BT"].tolist() == [[0, 0, -1, -1], [0, -1, -1, -1]]
     assert asked.tensors["blocks_BT"].tolist() == [[0, 0, 0, -1], [0, 0, -1, -1]]
-    with pytest.raises(DataError, match="nothing says where its prompt ends"):
+    with pytest.raises(DataError, match="the end of its prompt is unknown"):
         geometry.extra(rows, [3, 3], [[], []])
 
 
@@ -307,7 +307,9 @@ def test_a_prompt_without_images_begins_with_the_start_and_ends_with_a_newline(f
 def test_a_processor_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = make_vlm("gemma3", tmp_path)
     change_settings(folder, {"size": {"height": 16, "width": 16}})
-    with pytest.raises(ModelError, match=f"makes tiles of 16 x 16 pixels, and the vision tower takes {SIDE} x {SIDE}"):
+    with pytest.raises(
+        ModelError, match=f"makes tiles of 16 x 16 pixels, but the vision tower expects {SIDE} x {SIDE}"
+    ):
         opened(folder)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(ModelError, match=r"the image processor of .* cannot be read"):

@@ -1,1 +1,1 @@
-"""The run directory: its paths, every record in it, and writing that a kill cannot tear."""
+"""The run directory: its paths, every record in it, and writes that a kill cannot leave half done."""

@@ -1,5 +1,5 @@
-"""Writing that a kill cannot tear. A file or folder is filled under a hidden name beside its place, synced to disk and
-renamed; lines are appended to journals, whose last line alone can be torn."""
+"""Writes that a kill cannot leave half done. A file or folder is filled under a hidden name beside its final place,
+synced to disk and renamed. Lines are appended to journals, of which only the last line can be incomplete."""
 
 import errno
 import json
@@ -29,14 +29,14 @@ T = TypeVar("T")
 Where = Callable[[dict[str, Any]], bool]
 
 STAGING, REMOVING = ".staging-", ".removing-"
-"""Prefixes of folders that are not visible yet, or no longer."""
-_REMEDY = "free some space, then give the same command again: it goes on where it was"
+"""Prefixes of folders that are not visible yet or no longer visible."""
+_REMEDY = "free some space, then give the same command again: it resumes where it stopped"
 
 
 @contextmanager
 def staged_file(path: Path, needed_bytes: int | None = None, *, durable: bool = True) -> Iterator[Path]:
     """A temporary path beside `path`. At the end of the block, what was written there replaces `path`: readers see the
-    old file or the new one. `durable`: also after a power failure."""
+    old file or the new one. `durable` keeps this true after a power failure."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with report_disk_full(path, needed_bytes):
         try:
@@ -60,7 +60,7 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def link(path: Path, target: str) -> None:
-    """Replaces `path` by a relative symbolic link in one instant."""
+    """Atomically replaces `path` by a relative symbolic link."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     with report_disk_full(path, len(target.encode())):
@@ -71,8 +71,9 @@ def link(path: Path, target: str) -> None:
 
 @contextmanager
 def staged_folder(parent: Path, name: str = "", *, unique: bool = True) -> Iterator[Path]:
-    """A hidden folder in `parent` for files that must become visible together. The block fills it and gives it its name
-    with `publish`; if it does not, the folder is deleted. `unique`: other processes may fill folders of this name."""
+    """A hidden folder in `parent` for files that must become visible together. The block fills it and makes it visible
+    with `publish`; otherwise the folder is deleted. With `unique`, other processes may fill folders of the same
+    name."""
     parent.mkdir(parents=True, exist_ok=True)
     if unique:
         staging = Path(tempfile.mkdtemp(prefix=f"{STAGING}{name}-", dir=parent))
@@ -95,7 +96,7 @@ def publish(staging: Path, target: Path) -> Path:
 
 
 def replace_folder(staging: Path, target: Path) -> None:
-    """As `publish`; what lies at `target` is hidden first and deleted last."""
+    """Like `publish`, but a folder at `target` is hidden first and deleted last."""
     sync_tree(staging)
     old = _hide(target) if target.exists() else None
     staging.rename(target)
@@ -105,7 +106,7 @@ def replace_folder(staging: Path, target: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Hides the folder first, so that a half-deleted one is never visible. A missing folder is fine."""
+    """Hides the folder first, so that a half-deleted one is never visible. A missing folder is no error."""
     if folder.exists():
         shutil.rmtree(_hide(folder))
 
@@ -141,8 +142,8 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def report_disk_full(path: Path, needed_bytes: int | None = None, *, remedy: str = _REMEDY) -> Iterator[None]:
-    """Turns `no space left` from any writer inside into a DiskFull that names the path and the bytes; of several nested
-    ones the outermost that knows the bytes. safetensors and shutil.copytree raise types of their own."""
+    """Turns `no space left` from any writer inside into a DiskFull that names the path and the bytes. If several are
+    nested, the outermost that knows the bytes raises it. safetensors and shutil.copytree raise types of their own."""
     try:
         yield
     except Exception as error:
@@ -164,12 +165,12 @@ def release_on_disk_full(folder: Path) -> Iterator[None]:
 
 def disk_full(path: Path, needed_bytes: int | None, free: int, *, remedy: str = _REMEDY) -> DiskFull:
     if needed_bytes is None:
-        return DiskFull(f"the disk is full: {path} found no room, {free:,} bytes are free now", remedy)
+        return DiskFull(f"the disk is full: {path} could not be written, {free:,} bytes are free now", remedy)
     return DiskFull(f"the disk is full: {path} needs {needed_bytes:,} bytes, {free:,} are free", remedy)
 
 
 def is_full(error: Exception) -> bool:
-    """Our own errors may quote an old log, so only their type counts."""
+    """finefit's own errors may quote an old log, so only their type counts."""
     if isinstance(error, FinefitError):
         return isinstance(error, DiskFull)
     if isinstance(error, OSError) and error.errno is not None:
@@ -178,7 +179,7 @@ def is_full(error: Exception) -> bool:
 
 
 class Journal:
-    """Append-only JSON lines: metrics, memory, ledger. The next writer ends a torn line; readers skip it."""
+    """Append-only JSON lines: metrics, memory, ledger. The next writer ends an incomplete line; readers skip it."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -214,8 +215,8 @@ def read_lines(path: Path, kind: type[T], where: Where = ...) -> Iterator[T]: ..
 
 
 def read_lines(path: Path, kind: type[Any] | None = None, where: Where = lambda _: True) -> Iterator[Any]:
-    """The lines of a journal that `where` chooses, each validated as a `kind`. Torn lines are skipped; one that is
-    damaged, or lacks what its kind needs, is a RunError."""
+    """The lines of a journal that `where` chooses, each validated as a `kind`. Incomplete lines are skipped; one that
+    is damaged, or lacks what its kind needs, is a RunError."""
     for number, line in read_objects(path):
         if not where(line):
             continue
@@ -228,7 +229,7 @@ def read_lines(path: Path, kind: type[Any] | None = None, where: Where = lambda 
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """None for a torn or damaged line, for whoever shows or sends lines as they arrive."""
+    """None for an incomplete or damaged line, for readers that show or send lines as they arrive."""
     try:
         return parse_object(line)
     except ValueError:
@@ -239,7 +240,7 @@ _REWINDS = ("started", "resumed", "rolled_back")
 
 
 class _MetricsLine(TypedDict):
-    """Of a step, or of an event that belongs to one."""
+    """A line for a step, or for an event that belongs to one."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
@@ -252,7 +253,8 @@ class _MetricsLine(TypedDict):
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """One line per optimizer step; those of a killed attempt beyond the checkpoint it resumed from are replaced."""
+    """One line per optimizer step. Lines of a killed attempt beyond the checkpoint that the run resumed from are
+    replaced."""
     steps: dict[int, dict[str, Any]] = {}
     for line in _read_metrics(path, lambda line: line.get("event") in _REWINDS or "loss" in line):
         if line.get("event") in _REWINDS:

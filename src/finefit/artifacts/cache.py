@@ -1,5 +1,5 @@
-"""The user's cache: records and folders keyed by all that they were made from, and the measured errors of earlier
-predictions. A cache that cannot be written costs time and nothing else, except for folders that the caller needs."""
+"""The user's cache: records and folders keyed by everything that they were made from, and the measured errors of
+earlier predictions. A cache that cannot be written costs only time, except for folders that the caller needs."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ def content_key(content: object) -> str:
 
 
 def source_digest(*packages: str) -> str:
-    """Of the source text of these packages of finefit: results may change with it."""
+    """Covers the source text of these packages of finefit, because results may change with it."""
     text = hashlib.sha256()
     for package in packages:
         for file in sorted((Path(finefit.__file__).parent / package).rglob("*.py")):
@@ -44,19 +44,17 @@ def cached_record(
     kind: type[R],
     make: Callable[[], R],
     *,
-    is_worth_keeping: Callable[[R], bool] = lambda _: True,
     max_entries: int | None = None,
 ) -> R:
-    """The record that was made from the same content before, or a new one. `name`: its folder in the cache."""
+    """The record that was made from the same content before, or a new one. `name` is its folder in the cache."""
     path = finefit_cache() / name / f"{content_key(content)}.json"
     with suppress(RunError, OSError):  # absent, of another version, or unreadable
         return read_record(path, kind)
     record = make()
-    if is_worth_keeping(record):
-        with suppress(OSError, DiskFull):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_record(path, record)
-            forget_old(path.parent, max_entries=max_entries)
+    with suppress(OSError, DiskFull):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_record(path, record)
+        forget_old(path.parent, max_entries=max_entries)
     return record
 
 
@@ -68,7 +66,8 @@ def cached_folder(
     max_entries: int | None = None,
     max_bytes: int | None = None,
 ) -> Path:
-    """Filled by `fill` under a hidden name on first use, by several processes at once too: its name holds its key."""
+    """A folder that `fill` fills under a hidden name on first use. Several processes may do so at once, because its
+    name contains its key."""
     if is_complete(folder):
         with suppress(OSError):
             folder.touch()  # used entries are forgotten last
@@ -92,12 +91,13 @@ def cached_folder(
 
 
 def forget_old(root: Path, *, max_entries: int | None = None, max_bytes: int | None = None) -> None:
-    """Keeps those that were used last, at least one. Hidden ones, left by killed processes, go after a day."""
+    """Keeps the most recently used entries, at least one. Hidden ones, left by killed processes, are removed after a
+    day."""
     if max_entries is None and max_bytes is None:
         return
 
     def last_use(path: Path) -> tuple[float, int, Path]:
-        """With the size in bytes. Another process may remove the entry meanwhile."""
+        """The time of the last use, and the size in bytes. Another process may remove the entry meanwhile."""
         try:
             files = path.iterdir() if path.is_dir() else (path,)
             return path.stat().st_mtime, sum(file.stat().st_size for file in files), path
@@ -125,7 +125,7 @@ class Measurement:
 
     @property
     def error(self) -> float:
-        """Relative; positive if the prediction was too high."""
+        """The relative error; positive if the prediction was too high."""
         return self.predicted_bytes / self.measured_bytes - 1
 
 

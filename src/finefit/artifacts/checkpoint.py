@@ -1,5 +1,5 @@
-"""Checkpoints become visible only when complete: staged, listed with sha256 in a manifest, synced and renamed. Old ones
-are removed after that, and every checkpoint is verified before it is read."""
+"""Checkpoints become visible only when complete: they are staged, listed with sha256 in a manifest, synced and renamed.
+Old ones are removed after that, and every checkpoint is verified before it is read."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from finefit.facts.files import free_bytes, sha256_of
 MANIFEST = "finefit_manifest.json"
 Free = Callable[[Path], int]
 _NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
-_FEWER = "free some space or lower save.keep, then give the same command again: it goes on from the last checkpoint"
+_FEWER = "free some space or lower save.keep, then give the same command again: it resumes from the last checkpoint"
 
 
 def step_of(checkpoint: Path) -> int:
@@ -44,7 +44,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def write_checkpoint(
     folder: Path, step: int, fill: Callable[[Path], None], *, needed_bytes: int, free: Free = free_bytes
 ) -> Path:
-    """`fill` writes the files. An existing checkpoint of this step, which then failed its verification, is replaced."""
+    """`fill` writes the files. An existing checkpoint of this step, which has failed its verification, is replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     atomic.sweep(folder)
     final = folder / f"checkpoint-{step}"
@@ -71,7 +71,7 @@ def _manifest(files: Mapping[str, tuple[int, str]]) -> bytes:
 
 
 def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
-    """Sizes in bytes and digests by name, as its manifest lists them."""
+    """Sizes in bytes and digests by name, as the manifest lists them."""
     path, listed = checkpoint / MANIFEST, dict[str, tuple[int, str]]()
     text = read_bytes(path)
     with suppress(ValueError, KeyError, TypeError, AttributeError):
@@ -83,7 +83,7 @@ def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
 
 
 def manifest_sha256(checkpoint: Path) -> str:
-    """Of a manifest that is whole: a damaged one must not pass for that of another checkpoint."""
+    """The digest of an intact manifest: a damaged one must not pass for that of another checkpoint."""
     listed_files(checkpoint)
     return hashlib.sha256(read_bytes(checkpoint / MANIFEST)).hexdigest()
 
@@ -117,7 +117,7 @@ def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
     for checkpoint in reversed(list_checkpoints(folder)):
         if not (found := problems(checkpoint)):
             return checkpoint, rejected
-        rejected.append(f"{checkpoint.name} is passed over: {'; '.join(found)}")
+        rejected.append(f"{checkpoint.name} is skipped: {'; '.join(found)}")
     return None, rejected
 
 

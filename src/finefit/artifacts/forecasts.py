@@ -1,17 +1,20 @@
-"""What is predicted for a run before it begins: memory, time and levers, and the requests for these predictions."""
+"""Predictions for a run before it begins (memory, time and levers) and the requests for these predictions."""
 
 from collections.abc import Iterable
 from dataclasses import field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, Field
 
 from finefit.artifacts.records import Levers, Record
 from finefit.spec.schema import Engine, Single
 
 _SINGLE = Single(kind="single")
+_FORMER_NAME = Field(validation_alias=AliasChoices("is_split_over_cards", "is_spread"))
 
 
 class Resolved(Record):
-    """A decision and where it came from."""
+    """A decision and its source."""
 
     value: Any
     source: str
@@ -28,13 +31,14 @@ class Lengths(Record):
     longest: int
     mean: float
     supervised: int
-    """The largest number in one row."""
+    """The largest number of supervised tokens in one row."""
     mean_supervised: float
     source: str
     validation: tuple[int, int] | None = None
-    """Tokens of the longest validation row, and the most supervised tokens in one; None if there are none."""
+    """The tokens of the longest validation row, and the most supervised tokens in one; None if there are no validation
+    rows."""
     prompt: int | None = None
-    """Tokens of the longest prompt that an evaluation answers."""
+    """The tokens of the longest prompt that an evaluation answers."""
     sides: int = 1
     """2 for preference pairs: both answers, each after the prompt."""
     prompt_grids: tuple[tuple[int, ...], ...] = ()
@@ -44,13 +48,13 @@ class Lengths(Record):
 
 
 class GradientMap(Record):
-    """The trainable tensors that backward reaches."""
+    """How many trainable tensors backward reaches, and which it does not reach."""
 
     trainable: int
     reached: int
     unreached: tuple[str, ...]
     causes: tuple[str, ...] = ()
-    """Likely reasons why the others are not reached."""
+    """Likely reasons why the other tensors are not reached."""
     frozen: tuple[str, ...] = ()
     """Adapters without any training."""
 
@@ -69,7 +73,7 @@ class Suggestion(Record):
     """A change of the spec that makes the plan fit, or brings it closer."""
 
     changes: tuple[str, ...]
-    """In the form of `--set`: key=value."""
+    """Written as for `--set`: key=value."""
     saves_bytes: int
     peak_bytes: int
     """Memory needed on the card after the change."""
@@ -88,10 +92,10 @@ class EvalBatchLimit(Record):
     mlp_tiles: int = 1
     """Pieces in which a long prompt passes an MLP."""
     reserved_bytes: int | None = None
-    """Predicted: reserved on a card, allocated on a CPU."""
+    """Predicted bytes: reserved on a card, allocated on a CPU."""
     devices: int = 1
-    """Cards (or processes on a CPU) that share the items; or cards that one model is split over."""
-    is_spread: bool = False
+    """The number of cards (or processes on a CPU) that share the items, or of cards that one model is split over."""
+    is_split_over_cards: Annotated[bool, _FORMER_NAME] = False
     batch_seconds: float | None = None
     """Predicted time of a full batch of the longest prompts and answers; None if the card's rates are not known."""
     held_bytes: int | None = None
@@ -105,16 +109,17 @@ class EvalBatchLimit(Record):
 
 
 class Forecast(Record):
-    """The resources that one stage needs on one kind of card, by a rehearsal."""
+    """The resources that one stage needs on one kind of card, from a rehearsal."""
 
     card: str
-    """As requested; `devices` of them."""
+    """The card as requested; there are `devices` of them."""
     devices: int
     fits: bool
     budget_bytes: int
     """Memory of one card that a program can use."""
     peak_bytes: int
-    """Memory needed on one card: reserved + context + margin; of an evaluation where that needs more."""
+    """Memory needed on one card: reserved + context + margin. If an evaluation needs more than the training, its
+    memory."""
     allocated_bytes: int
     reserved_bytes: int
     context_bytes: int
@@ -123,7 +128,7 @@ class Forecast(Record):
     peak_module: str
     peak_operation: str
     components: dict[str, int]
-    """Bytes at the peak by purpose; they sum to allocated_bytes."""
+    """Bytes at the peak by purpose; they add up to allocated_bytes."""
     instants: dict[str, int]
     """Peak allocation during load, forward, loss, backward, update, validation and generation."""
     levers: Levers
@@ -142,7 +147,7 @@ class Forecast(Record):
     host_bytes: int
     """Peak of host memory: weights while loading, pinned buffers, the process itself."""
     disk_bytes: int
-    """Of the run directory: the kept checkpoints and one that is being written."""
+    """Disk space of the run directory: the kept checkpoints and one that is being written."""
     parameters: int
     trainable_parameters: int
     lengths: Lengths
@@ -153,18 +158,19 @@ class Forecast(Record):
     uncertainty: float | None = None
     """Largest relative error of earlier measured predictions for this card and these versions."""
     engine: Engine = _SINGLE
-    """Never `auto`: the engine that it resolved to; `reasons` says why."""
+    """The resolved engine, never `auto`; `reasons` says why."""
     eval_limits: dict[str, EvalBatchLimit] = field(default_factory=dict)
-    """By the evaluation's label."""
+    """Keyed by the evaluation's label."""
     active_parameters: int | None = None
     """Parameters that a token uses in a mixture of experts; None if it uses all."""
     training_bytes: int | None = None
     """`peak_bytes` without evaluations; None in plans of earlier versions."""
     towers: dict[str, TowerSize] = field(default_factory=dict)
-    """Of a vision-language model: language, vision, projector."""
+    """The towers of a vision-language model: language, vision, projector."""
 
     def predicted_bytes(self, device: str) -> int:
-        """What the peak of a training is compared with: reserved on a card, all that the process holds on a CPU."""
+        """The value that a training's measured peak is compared with: reserved memory on a card, all memory of the
+        process on a CPU."""
         return self.reserved_bytes if device == "cuda" else self.training_bytes or self.peak_bytes
 
 
@@ -172,11 +178,11 @@ class Plan(Record):
     version: Literal[2] = 2
     stages: dict[str, dict[str, Resolved]]
     forecasts: dict[str, Forecast] = field(default_factory=dict)
-    """By stage, for the card that it runs on."""
+    """Forecasts by stage, for the card that it runs on."""
 
 
 class LoadProof(Record):
-    """That a model can be loaded, by the headers of its files."""
+    """Proof from the headers of its files that a model can be loaded."""
 
     version: Literal[1] = 1
     num_tensors: int
@@ -199,18 +205,18 @@ class StageForecast(Record):
 
     kind: str
     fits: tuple[bool, ...]
-    """On each card."""
+    """One value per card."""
     parameters: int | None = None
-    """Of the model that it trains or builds."""
+    """The parameters of the model that it trains or builds."""
     trainable_parameters: int | None = None
     host_bytes: int | None = None
     disk_bytes: int = 0
     seconds: float | None = None
-    """On the first card; None if not known."""
+    """The time on the first card; None if not known."""
     forecasts: tuple[Forecast, ...] = ()
-    """Of a training, on each card."""
+    """A training's forecasts, one per card."""
     eval_limits: tuple[dict[str, dict[str, EvalBatchLimit]], ...] = ()
-    """Of an evaluation, on each card: by model, by label."""
+    """An evaluation's limits, for each card, by model and label."""
     notes: tuple[str, ...] = ()
 
 
@@ -219,7 +225,7 @@ class RehearsalRequest(Record):
 
     version: Literal[2] = 2
     spec: str
-    """As JSON."""
+    """The spec as JSON."""
     config: dict[str, Any]
     """The model's config.json."""
     cards: tuple[str, ...]
@@ -227,19 +233,19 @@ class RehearsalRequest(Record):
     budget_bytes: int | None = None
     """A limit on the card's memory; None for all of it."""
     visible: tuple[int, ...] | None = None
-    """The numbers of this machine's cards that `auto` means; None: all of them."""
+    """The numbers of this machine's cards that `auto` means; None means all."""
     allocator: str | None = None
     """The user's own setting of torch's allocator, which workers keep; None if finefit sets it."""
     only_eval_limits: bool = False
-    """Nothing is trained: only the batch limits of evaluations are wanted."""
+    """Whether nothing is trained and only the batch limits of evaluations are needed."""
 
 
 class PlanningProgress(Record):
-    """What the planning process is doing."""
+    """The current work of the planning process."""
 
     card: str
     number: int
-    """Of the card, from 1."""
+    """The card's number, counted from 1."""
     num_cards: int
     doing: str
     """The candidate or the evaluation that is being rehearsed."""
@@ -249,11 +255,11 @@ class RehearsalResult(Record):
     version: Literal[2] = 2
     forecasts: tuple[Forecast, ...] = ()
     eval_limits: tuple[dict[str, EvalBatchLimit], ...] = ()
-    """For each card, by the evaluations' labels, if only they are wanted."""
+    """Limits for each card, by the evaluations' labels, if only these are needed."""
 
 
 def grouped_names(names: Iterable[str]) -> list[str]:
-    """Names that differ only in numbers become one: `layers.{0..11}.q_proj`."""
+    """Merges names that differ only in numbers: `layers.{0..11}.q_proj`."""
     split = list(dict.fromkeys(tuple(name.split(".")) for name in names))
     for at in range(max(map(len, split), default=0)):
         numbers: dict[tuple[str, ...], list[int]] = {}

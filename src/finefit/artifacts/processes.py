@@ -1,8 +1,9 @@
-"""What the processes of a run agree on: the signals that ask for a stop, the end of the launcher, the environment that
-torch finds at its start, the rank among the others, and the lock on the run directory.
+"""Conventions that the processes of a run share: the signals that request a stop, the end of the launcher, the
+environment that torch needs at its start, the rank among the others, and the lock on the run directory.
 
 `python -m finefit.artifacts.processes PARENT MODULE ARGUMENTS` runs another package's module, such as lm-eval. It ends
-with PARENT, the process that started it, however that ends, and imports nothing that is slow before."""
+with PARENT, the process that started it, however that ends, and imports nothing slow before.
+"""
 
 import ctypes
 import fcntl
@@ -29,7 +30,7 @@ from finefit.artifacts.reading import is_there, open_file, read_document
 from finefit.errors import RunError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""From a scheduler, a keyboard, a closed terminal, a scheduler's warning (submitit's is the last)."""
+"""Signals from a scheduler, a keyboard, a closed terminal, and a scheduler's warning (submitit's is the last)."""
 
 _PARENT_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -37,7 +38,7 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAST
 _STARTER_VARIABLES = ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
 """Further variables of torchrun."""
 MMAP_BYTES = 1 << 20
-"""Blocks of the C library from this size on go back to the system when they are freed."""
+"""Blocks of the C library of at least this size return to the system when they are freed."""
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 Handler = Callable[[int, FrameType | None], None]
@@ -50,7 +51,7 @@ def on_stop_signals(handler: Handler) -> dict[signal.Signals, Any]:
 
 
 def when_launcher_ends(act: Callable[[], None]) -> None:
-    """Standard input is a pipe from the launcher, if there is one."""
+    """Runs an action when the launcher ends. Standard input is a pipe from the launcher, if there is one."""
 
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 1024):
@@ -62,9 +63,9 @@ def when_launcher_ends(act: Callable[[], None]) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Kills this process when its parent ends: for a process with nothing to lose, at its start. `parent`: its pid,
-    which may have ended already. On Linux the end of the thread that started the process counts as that of its
-    parent."""
+    """Kills this process when its parent ends. Call it at the start of a process that has nothing to lose. `parent` is
+    the parent's pid, which may have ended already. On Linux the end of the thread that started the process counts as
+    the end of its parent."""
 
     def kill_self() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -80,7 +81,8 @@ def end_with_parent(parent: int) -> None:
 
 
 def when_parent_ends(act: Callable[[], None]) -> None:
-    """For a rank that another program started, whose pipes are not ours to read."""
+    """Runs an action when the parent ends. It serves a rank that another program started, whose pipes finefit must not
+    read."""
     parent = os.getppid()
 
     def wait() -> None:
@@ -99,7 +101,7 @@ class RankEnv:
     size: int
     local_rank: int
     local_size: int
-    """Ranks on this node."""
+    """The number of ranks on this node."""
     address: str
     port: int
     """Address and port at which the ranks find each other."""
@@ -109,7 +111,7 @@ class RankEnv:
         return self.size // self.local_size
 
     def share(self, threads: int) -> int:
-        """This rank's part of a stage's threads, which the ranks of a node divide."""
+        """This rank's share of a stage's threads, which the ranks of a node divide."""
         return max(1, threads // self.local_size)
 
     def variables(self) -> dict[str, str]:
@@ -118,7 +120,8 @@ class RankEnv:
 
 
 def rank_env_of(environment: Mapping[str, str]) -> RankEnv | None:
-    """As our own launcher, torchrun, accelerate and submitit set it; None for a process that is not a rank."""
+    """The environment that finefit's launcher, torchrun, accelerate and submitit set; None for a process that is not a
+    rank."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     if missing := [name for name in _RANK_VARIABLES if name not in environment]:
@@ -148,19 +151,20 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def without_rank_env(environment: Mapping[str, str]) -> dict[str, str]:
-    """For a child that is not a rank, such as an evaluation that a rank starts."""
+    """The environment of a child that is not a rank, such as an evaluation that a rank starts."""
     ours = (*_RANK_VARIABLES, *_STARTER_VARIABLES)
     kept = (name for name in environment if name not in ours and not name.startswith("TORCHELASTIC_"))
     return {name: environment[name] for name in kept}
 
 
 def allocator_setting(environment: Mapping[str, str]) -> str | None:
-    """The user's own setting, under either of its names; torch takes the first that is set."""
+    """The user's own setting, under either of its names; torch uses the first that is set."""
     return next((environment[name] for name in _ALLOCATOR if name in environment), None)
 
 
 def chosen_variables(environment: Mapping[str, str], *, deterministic: bool) -> dict[str, str]:
-    """That torch must find at its start. The user's own values win, the allocator's under either of its two names."""
+    """Variables that torch must find at its start. The user's own values win; the allocator's, under either of its two
+    names."""
     chosen = {
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
@@ -183,7 +187,7 @@ _RECORDED_FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "DS_")
 
 
 def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those that decide how ranks find each other and how fast they are."""
+    """Variables that decide how ranks find each other and how fast they communicate."""
     kept = (name for name in sorted(environment) if name in _RECORDED or name.startswith(_RECORDED_FAMILIES))
     return {name: environment[name] for name in kept}
 
@@ -193,8 +197,8 @@ _ORPHAN_SECONDS, _NAMING_SECONDS, _RETRY_SECONDS = 60.0, 2.0, 0.1
 
 @contextmanager
 def run_lock(path: Path) -> Iterator[int]:
-    """One process at a time works in a run directory. The operating system holds the lock, so it ends with its holder;
-    the file names the holder. Yields the descriptor; a child that inherits it keeps the lock alive."""
+    """Ensures that only one process at a time works in a run directory. The operating system holds the lock, so it ends
+    with its holder; the file names the holder. Yields the descriptor; a child that inherits it keeps the lock alive."""
     with open_file(path, os.O_RDWR | os.O_CREAT) as descriptor:
         _take(descriptor, path)
         with report_disk_full(path):
@@ -234,7 +238,7 @@ def _read_holder(path: Path) -> tuple[int | None, str]:
 
 
 def holder_of(path: Path) -> int | None:
-    """The pid that holds the lock now; None if it is free."""
+    """The pid that holds the lock now; None if the lock is free."""
     if not is_there(path):
         return None
     with open_file(path) as descriptor:

@@ -1,12 +1,11 @@
-"""Opening the files of a run directory, whatever has become of them: records, journals, locks and logs are opened here.
-What finefit cannot have written (a folder, a link, a pipe or a device in its place, another encoding, JSON that is cut,
-too deep or too large) is a RunError with the file, the reason and the remedy. Nothing waits for a pipe, and nothing is
-read before its size is known."""
+"""Opens the files of a run directory (records, journals, locks and logs), whatever state they are in. What finefit
+cannot have written is a RunError with the file, the reason and the remedy: a folder, link, pipe or device in a file's
+place, another encoding, or JSON that is cut, too deep or too large. Nothing waits for a pipe, and nothing is read
+before its size is known."""
 
 import errno
 import os
-import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -14,22 +13,18 @@ from typing import IO, Any, TypeVar
 from pydantic import TypeAdapter
 from pydantic_core import from_json
 
+from finefit import bounded
 from finefit.errors import RunError
 from finefit.facts.files import sha256_of
 
 T = TypeVar("T")
 
-MAX_RECORD_BYTES = 1 << 30
-"""Of a file that is read whole; the largest hold the answers of an evaluation, of about 5 kB each."""
-MAX_LINE_BYTES = 64 << 20
+MAX_RECORD_BYTES = 64 << 20
+"""Of a file that is read whole. A record that grows with the rows of an evaluation has a limit of its own."""
+MAX_LINE_BYTES = 32 << 20
+_ROOM = 4
+"""Bytes of memory that the values of a record may take for each byte of its limit."""
 RESTORE = "restore it from a copy, or start again with --new"
-_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (lambda mode: stat.S_ISBLK(mode) or stat.S_ISCHR(mode), "a device"),
-)
-
 
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}  # built once: pages read several records many times a second
 
@@ -39,7 +34,8 @@ def adapter_of(kind: type[T]) -> TypeAdapter[T]:
 
 
 def is_there(path: Path) -> bool:
-    """Whether anything has this name. `Path.exists` denies a link that leads nowhere, which would pass for no file."""
+    """Whether anything has this name. `Path.exists` is false for a broken link, which would then pass for a missing
+    file."""
     return os.path.lexists(path)
 
 
@@ -47,7 +43,7 @@ def is_there(path: Path) -> bool:
 def open_file(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
     """The descriptor of a regular file, which the block may also close."""
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        descriptor = bounded.open_descriptor(path, flags | os.O_NOFOLLOW)
     except FileNotFoundError:
         raise RunError(f"{path} is missing", RESTORE) from None
     except OSError as error:
@@ -55,41 +51,49 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
             raise
         raise _not_ours(path, error) from None
     try:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            raise _not_regular(path, mode)
         yield descriptor
     finally:
         os.close(descriptor)
 
 
+def require_regular_files(folder: Path) -> None:
+    """Everything below the folder is copied into checkpoints later, so it must be readable before training starts."""
+    for path in sorted(folder.rglob("*")):
+        if not path.is_dir():
+            with open_file(path):
+                pass
+
+
 def _not_ours(path: Path, error: OSError) -> RunError:
-    """Why a file cannot be opened: links, and folders where a file is written, are refused by the system itself."""
+    """Why a file cannot be opened. The system itself refuses links, and folders where a file is written."""
     if path.is_symlink():
         problem = f"{path} is a link to {path.readlink()}, and a run directory holds its files itself"
         return RunError(problem, f"put the file itself in its place, {RESTORE.removeprefix('restore it ')}")
     if path.exists() and not path.is_file():
-        return _not_regular(path, path.stat().st_mode)
+        kind = bounded.kind_of(path.stat().st_mode)
+        return RunError(f"{path} is {kind}, and a file should be there", f"remove it and {RESTORE}")
     return RunError(f"{path} cannot be opened: {error.strerror}", f"check that this user may read it, or {RESTORE}")
 
 
-def _not_regular(path: Path, mode: int) -> RunError:
-    kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "not a regular file")
-    return RunError(f"{path} is {kind}, and a file should be there", f"remove it and {RESTORE}")
-
-
 def open_to_append(path: Path) -> IO[bytes]:
-    """Unbuffered, so that closing cannot fail on a full disk; made where it is missing."""
+    """An unbuffered file, so that closing it cannot fail on a full disk. It is created if it is missing."""
     with open_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT) as descriptor:
         return os.fdopen(os.dup(descriptor), "a+b", buffering=0)
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
+    """No larger than `max_bytes`, and as JSON no larger in memory than a few times of it."""
     with open_file(path) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
-        if (size := os.fstat(descriptor).st_size) > max_bytes:
-            problem = f"{path} has {size:,} bytes, and finefit writes none of more than {max_bytes:,} there"
-            raise RunError(problem, RESTORE)
-        return file.read(max_bytes)
+        try:
+            content = bounded.read_whole(file, path, max_bytes)
+            bounded.require_room(content, _ROOM * max_bytes)
+        except bounded.TooLarge as error:
+            raise RunError(f"{path}: {error.strerror}", RESTORE) from None
+        except bounded.TooManyValues as error:
+            raise RunError(f"{path} is damaged: {error}", RESTORE) from None
+        except OSError as error:
+            raise RunError(f"{path} cannot be read: {error.strerror}", RESTORE) from None
+    return content
 
 
 def read_text(path: Path) -> str:
@@ -101,7 +105,7 @@ def read_text(path: Path) -> str:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """A JSON object of whatever keys."""
+    """A JSON object with any keys."""
     try:
         document = from_json(read_bytes(path))
     except ValueError as error:
@@ -112,17 +116,12 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON objects of a journal with the numbers of their lines; nothing if there is no file. A line that a kill or
-    a power failure has cut short is skipped; any other that is not a whole object is an error."""
+    """The JSON objects of a journal with their line numbers; nothing if there is no file. A line that a kill or a power
+    failure has cut short is skipped; any other line that is not a whole object is an error."""
     if not is_there(path):
         return
     with open_file(path) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
-            if len(line) > MAX_LINE_BYTES:
-                problem = (
-                    f"line {number} of {path} has more than {MAX_LINE_BYTES:,} bytes, and finefit writes none so long"
-                )
-                raise RunError(problem, RESTORE)
+        for number, line in enumerate(lines_of(file, path), start=1):
             try:
                 value = parse_object(line)
             except ValueError as error:
@@ -131,11 +130,29 @@ def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, value
 
 
+def lines_of(file: IO[bytes], path: Path) -> Iterator[bytes]:
+    """Of a journal, one at a time; the last may lack its end."""
+    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+        if len(line) > MAX_LINE_BYTES:
+            problem = f"line {number} of {path} has more than {MAX_LINE_BYTES:,} bytes, and finefit writes none so long"
+            raise RunError(problem, RESTORE)
+        yield line
+
+
+def num_lines(path: Path) -> int:
+    """Of a journal, without a last line that is cut short; 0 if there is no file."""
+    if not is_there(path):
+        return 0
+    with open_file(path) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
+        return bounded.count_lines(file)
+
+
 def parse_object(line: bytes) -> dict[str, Any] | None:
     """None for a line that is blank or cut short; a line that is anything else but an object is a ValueError."""
     text = line.rstrip(b"\0\r\n \t")  # a power failure leaves zeros
     if not text:
         return None
+    bounded.require_room(text)
     try:
         value = from_json(text)
     except ValueError as error:
@@ -153,5 +170,5 @@ def damaged_line(path: Path, number: int, reason: str) -> RunError:
 
 
 def has_content(path: Path, sha256: str) -> bool:
-    """Whether a file is there with the bytes that were recorded. Only a regular file is read."""
+    """Whether a file exists and has the recorded bytes. Only a regular file is read."""
     return path.is_file() and sha256_of(path) == sha256

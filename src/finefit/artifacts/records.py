@@ -1,4 +1,5 @@
-"""All records' base, reading and writing; those of a run and its stages, and how a stage is wired to others."""
+"""The base of all records, with reading and writing; the records of a run and its stages; and how a stage is wired to
+others."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from finefit.artifacts.atomic import write_text
-from finefit.artifacts.reading import RESTORE, adapter_of, is_there, read_bytes, read_text
+from finefit.artifacts.reading import MAX_RECORD_BYTES, RESTORE, adapter_of, is_there, read_bytes, read_text
 from finefit.artifacts.rundir import RunDir
 from finefit.errors import FinefitError, OtherVersion, RunError, SpecError
 from finefit.facts.files import FileFact
@@ -34,6 +35,8 @@ class Record:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    MAX_BYTES: ClassVar[int] = MAX_RECORD_BYTES
+    """Of its file; more where it grows with the rows of an evaluation."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
@@ -44,7 +47,7 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def read_record(path: Path, kind: type[R]) -> R:
-    text = read_bytes(path)
+    text = read_bytes(path, kind.MAX_BYTES)
     try:
         return adapter_of(kind).validate_json(text)
     except ValidationError as error:
@@ -63,20 +66,22 @@ def read_record(path: Path, kind: type[R]) -> R:
 
 
 def read_if_there(path: Path, kind: type[R]) -> R | None:
-    """None where it is missing; a damaged one is an error."""
+    """None if the file is missing; a damaged one is an error."""
     return read_record(path, kind) if is_there(path) else None
 
 
-def read_or_none(path: Path, kind: type[R]) -> R | None:
-    """None where it is missing, damaged or of another version."""
+def read_or_none(path: Path, kind: type[R], say: Callable[[str], None] = lambda _: None) -> R | None:
+    """None where it is missing, damaged or of another version. `say` hears of one that is there: for callers that make
+    what it records again."""
     try:
-        return read_record(path, kind)
-    except RunError:
+        return read_if_there(path, kind)
+    except RunError as error:
+        say(f"{error.problem}; what it records is made again")
         return None
 
 
 def read_spec(run: RunDir) -> Spec:
-    """Of one training."""
+    """The spec of one training."""
     return _parsed(run, spec_from_json)
 
 
@@ -94,7 +99,7 @@ def _parsed(run: RunDir, parse: Callable[[str], P]) -> P:
 
 
 class Inputs(Record):
-    """What a run depends on, by content. Equal inputs and an equal spec are the same run."""
+    """What a run depends on, by content. A run with equal inputs and an equal spec is the same run."""
 
     data: dict[str, tuple[tuple[FileFact, ...], ...]]
     """Files by split and source; paths are relative to the run directory."""
@@ -102,15 +107,15 @@ class Inputs(Record):
     """The model's name as the user knows it."""
     model_fingerprint: str
     template_sha256: str
-    """Of chat template, special tokens and kind of template: equal hashes render equal prompts."""
+    """The hash of chat template, special tokens and kind of template; equal hashes render equal prompts."""
     engine_sha256: str | None = None
-    """Of the user's own DeepSpeed JSON."""
+    """The hash of the user's own DeepSpeed JSON."""
     tasks_sha256: tuple[str | None, ...] = ()
-    """Of the user's own task files, one entry per evaluation; empty if there are none."""
+    """The hashes of the user's own task files, one entry per evaluation; empty if there are none."""
     code_sha256: str | None = None
-    """Of the file that builds a custom model."""
+    """The hash of the file that builds a custom model."""
     images_sha256: str | None = None
-    """Of all images in the rows; None if there are none."""
+    """The hash of all images in the rows; None if there are none."""
 
 
 class Facts(Record):
@@ -166,7 +171,7 @@ class Failure(Record):
 
 
 class Amendment(Record):
-    """A change with which a run was continued."""
+    """A change with which a run was resumed."""
 
     after_step: int
     changes: tuple[str, ...]
@@ -180,14 +185,14 @@ class Run(Record):
     finefit: str
     created: str
     kind: Literal["train", "eval", "pipeline"] = "train"
-    """`eval`: nothing is trained; a given model or given answers are scored. `pipeline`: its stages are runs or
-    folders with an output."""
+    """`eval` trains nothing and scores a given model or given answers. The stages of a `pipeline` are runs, or folders
+    with an output."""
     status: Literal["prepared", "running", "finished", "stopped", "failed"]
     overrides: tuple[str, ...] = ()
     amendments: tuple[Amendment, ...] = ()
     failure: Failure | None = None
     inputs: dict[str, str] = field(default_factory=dict)
-    """Digests of all files and models from outside when the run began, by their key in the spec."""
+    """Digests of all external files and models when the run began, by their key in the spec."""
 
 
 class WiredModel(Record):
@@ -201,11 +206,11 @@ class WiredModel(Record):
 
 
 At = Callable[[str], Path]
-"""Where the output folder of a stage lies, or will lie, by its name; absolute."""
+"""The absolute path at which a stage's output folder is, or will be, by the stage's name."""
 
 
 def output_of(place: Path, stage: AnyStage) -> Path:
-    """The output of a stage within its folder; of a training its last checkpoint."""
+    """The output of a stage within its folder; for a training, its last checkpoint."""
     if not isinstance(stage, TrainStage):
         return place / "output"
     return (RunDir(place).stage(1, stage.objective.kind).checkpoints / "final").resolve()
@@ -227,7 +232,7 @@ def wired_model(pipeline: Pipeline, asked: Input, at: At) -> WiredModel:
 
 
 def wired_spec(pipeline: Pipeline, name: str, at: At, base: Path) -> Spec:
-    """A training as a spec of its own. `base`: the folder that its relative paths start from."""
+    """A training as a spec of its own. `base` is the folder that its relative paths start from."""
     stage = pipeline.stages[name]
     assert isinstance(stage, TrainStage)
     found = wired_model(pipeline, stage.model, at)
@@ -245,12 +250,12 @@ def wired_spec(pipeline: Pipeline, name: str, at: At, base: Path) -> Spec:
 
 
 def with_files(part: P, place: Callable[[str], str]) -> P:
-    """The same with every `stage://NAME/file` replaced."""
+    """The same settings with every path `stage://NAME/file` replaced."""
     return moved(part, lambda path: place(path) if STAGE_PATH.fullmatch(path) else path, addresses=True)
 
 
 def file_at(path: str, at: At) -> Path:
-    """What `stage://NAME/file` names."""
+    """The file that `stage://NAME/file` names."""
     found = STAGE_PATH.fullmatch(path)
     assert found is not None
     return at(found[1]) / (found[2] or "")
@@ -269,9 +274,9 @@ class StageJob(Record):
     """The absolute folder that the stage's relative paths start from; stage:// paths are absolute already."""
     stage: AnyStage
     models: dict[str, WiredModel] = field(default_factory=dict)
-    """By their key in the stage: `base`, `experts.law`, `models.sft`, `model`, `method.model`."""
+    """Models by their key in the stage: `base`, `experts.law`, `models.sft`, `model`, `method.model`."""
     scores: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of a comparison: the absolute run directories (with :checkpoint) of each entry of `of`."""
+    """A comparison's absolute run directories (with :checkpoint), for each entry of `of`."""
 
 
 class StageMemory(Record):
@@ -281,7 +286,8 @@ class StageMemory(Record):
     device: Literal["cpu", "cuda"]
     before_bytes: int
     loaded_bytes: int | None
-    """After the model was loaded and before it did anything, the largest of several; None if the stage loads none."""
+    """Memory after the model was loaded and before it did anything, the largest of several models; None if the stage
+    loads none."""
     peak_bytes: int | None
     after_bytes: int
 
@@ -303,7 +309,7 @@ class CacheInputs(Record):
     inputs: dict[str, str]
     """A digest for each name: `spec`, the files and models that the stage names, `finefit`."""
     document: dict[str, Any]
-    """The stage's spec without paths, to report which keys have changed."""
+    """The stage's spec without paths, used to report which keys have changed."""
     command: str = ""
     """The command that forced the stage to run again."""
 
@@ -315,27 +321,28 @@ class FinishedStage(Record):
     name: str
     kind: str
     key: str
-    """Of the stage's spec, the content of its inputs and the version of finefit: equal keys make equal outputs."""
+    """A digest of the stage's spec, the content of its inputs and the version of finefit; equal keys make equal
+    outputs."""
     inputs: dict[str, str]
     """A digest for each input, to report what has changed."""
     output_digest: str
-    """Of the output; part of the keys of the stages that depend on it."""
+    """The digest of the output, which is part of the keys of the stages that depend on it."""
     finefit: str
     seconds: float
     memory: StageMemory | None
     summary: dict[str, Any] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
-    """Sizes of the output's files by name. Empty for an evaluation: each of its models has its own records."""
+    """Sizes of the output's files by name. Empty for an evaluation, because each of its models has its own records."""
 
 
 class StageState(Record):
     name: str
     kind: str
     place: str
-    """The stage's folder, relative to the run directory; a reused stage lies in another run."""
+    """The stage's folder, relative to the run directory; a reused stage is in another run."""
     status: Literal["waiting", "running", "done", "failed", "stopped"]
     reason: str = ""
-    """Why it runs, or why it need not."""
+    """Why it runs, or why it need not run."""
 
 
 class PipelineState(Record):
@@ -346,7 +353,7 @@ class PipelineState(Record):
     forced: tuple[str, ...] = ()
     """Stages that an unfinished command asked to run again."""
     command: str = ""
-    """Identifies that command; the same command continues it."""
+    """Identifies that command; the same command resumes it."""
 
 
 class SequenceGate(Record):
@@ -354,16 +361,16 @@ class SequenceGate(Record):
 
     version: Literal[1] = 1
     experts: tuple[str, ...]
-    """In the order of the table's columns."""
+    """The experts in the order of the table's columns."""
     template_sha256: str
-    """Of the template that rendered the training prompts."""
+    """The hash of the template that rendered the training prompts."""
     form: str | None = None
-    """Digest of the task that built their rows; None: rows as they are."""
+    """The digest of the task that built their rows; None if rows are used as they are."""
     trained: dict[str, int]
-    """Prompts of each expert."""
+    """The number of prompts of each expert."""
     held: dict[str, int]
     accuracy: Interval
-    """Over all held-out prompts."""
+    """The accuracy over all held-out prompts."""
     confusion: dict[str, dict[str, int]]
     """Held-out prompts by their true expert, then by the gate's choice."""
     telling: dict[str, tuple[str, ...]]
@@ -373,14 +380,14 @@ class SequenceGate(Record):
 
 
 class SourceRouting(Record):
-    """Where the tokens of one data set go: for each layer, a share per expert."""
+    """The experts to which the tokens of one data set are routed: for each layer, a share per expert."""
 
     rows: int
     tokens: int
     first: tuple[tuple[float, ...], ...]
-    """Share of the tokens whose first choice the expert is."""
+    """The share of tokens whose first choice the expert is."""
     weight: tuple[tuple[float, ...], ...]
-    """Share of the routing weight."""
+    """The expert's share of the routing weight."""
 
 
 class Routing(Record):
@@ -388,6 +395,6 @@ class Routing(Record):
 
     version: Literal[1] = 1
     experts: tuple[str, ...]
-    """By name if known, else by number."""
+    """Experts by name if known, else by number."""
     top_k: int
     sources: dict[str, SourceRouting]

@@ -1,4 +1,4 @@
-"""Where everything in a run directory lies. Paths are computed, never stored: it can be copied anywhere."""
+"""Where everything in a run directory is. Paths are computed, never stored, so the directory can be copied anywhere."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from glob import escape
 from pathlib import Path
 
 from finefit.artifacts.atomic import publish
-from finefit.artifacts.reading import RESTORE, has_content, read_document
+from finefit.artifacts.reading import RESTORE, has_content, is_there, read_document
 from finefit.errors import DataError, RunError
 
 RUN_VERSION = 2  # of the records in a run directory; run.json names it
@@ -34,55 +34,56 @@ class StageDir:
     path: Path
 
     stage = _Below("stage.json")
-    """What a training worker is told."""
+    """The request of a training worker."""
     eval_stage = _Below("eval.json")
-    """In the place of `stage` if nothing is trained."""
+    """Takes the place of `stage` if nothing is trained."""
     result = _Below("result.json")
     ledger = _Below("ledger.jsonl")
     metrics = _Below("metrics.jsonl")
     memory = _Below("memory.jsonl")
     evals = _Below("evals.jsonl")
-    """Scores in the order of their arrival, for trackers; the records themselves lie under evals/."""
+    """Scores in the order of their arrival, for trackers; the records themselves are under evals/."""
     checkpoints = _Below("checkpoints")
     tokenizer = _Below("tokenizer")
     reference = _Below("reference.safetensors")
     """The starting model's log-probabilities, if they are computed before the first step."""
     routing = _Below("routing.json")
-    """How a mixture routes the tokens of each data set after its routers were trained; drawn in `routing_map`."""
+    """The experts to which a mixture routes the tokens of each data set after its routers were trained; drawn in
+    `routing_map`."""
     routing_map = _Below("routing.svg")
     begun = _Below("begun.json")
     """What a stage of a pipeline depends on, written when it starts."""
     done = _Below("done.json")
-    """Of a stage of a pipeline; written last."""
+    """Written last, for a stage of a pipeline."""
     job = _Below("job.json")
-    """What the worker of a stage without training is told."""
+    """The request of the worker of a stage without training."""
     outcome = _Below("outcome.json")
     output = _Below("output")
     answers = _Below("answers.jsonl")
-    """A model's answers as they arrive: a killed stage does not ask for them again."""
+    """A model's answers as they arrive, so that a killed stage does not request them again."""
     log = _Below("logs/stage.log")
-    """Of a stage that does not train; a training has the log of its run."""
+    """The log of a stage that does not train; a training uses the log of its run."""
 
     @property
     def run(self) -> Path:
         return self.path.parent.parent
 
     def metrics_of(self, rank: int) -> Path:
-        """The first rank's are those of the run; the others' lie beside their logs."""
+        """The first rank's metrics are those of the run; the others' are beside their logs."""
         return self.metrics if rank == 0 else self.run / "logs" / f"rank-{rank}.metrics.jsonl"
 
     def memory_of(self, rank: int) -> Path:
         return self.memory if rank == 0 else self.run / "logs" / f"rank-{rank}.memory.jsonl"
 
     def result_of(self, rank: int) -> Path:
-        """The other ranks write only failures."""
+        """Ranks other than the first write only failures."""
         return self.result if rank == 0 else self.run / "logs" / f"rank-{rank}.failure.json"
 
     def prepared(self, name: str) -> Path:
         return self.path / "data" / name
 
     def verified(self, name: str, sha256: Mapping[str, str]) -> Path:
-        """A prepared file, unchanged since the run began."""
+        """A prepared file, verified to be unchanged since the run began."""
         path = self.prepared(name)
         if not has_content(path, sha256[name]):
             problem = f"the prepared rows {path.name} are missing or have changed since this run began"
@@ -93,7 +94,7 @@ class StageDir:
         return EvalPaths(self.path / "evals" / task, checkpoint, limit)
 
     def evaluations(self) -> list["EvalPaths"]:
-        """All that were requested, the latest request last."""
+        """All requested evaluations, the latest request last."""
         requests = sorted((self.path / "evals").glob("*/*.request.json"), key=lambda p: p.lstat().st_mtime_ns)
         named = ((p.parent, p.name.removesuffix(".request.json").partition(".sample-")) for p in requests)
         return [EvalPaths(task, name, int(limit) if sample else None) for task, (name, sample, limit) in named]
@@ -132,7 +133,8 @@ class RunDir:
 
 
 class _Beside:
-    """A companion of an evaluation's result. `by_sample`: a sample has its own; else all samples share one."""
+    """A file that belongs to an evaluation's result. With `by_sample`, each sample has its own; otherwise all samples
+    share one."""
 
     def __init__(self, suffix: str, *, by_sample: bool) -> None:
         self._suffix, self._by_sample = suffix, by_sample
@@ -143,7 +145,8 @@ class _Beside:
 
 @dataclass(frozen=True, slots=True)
 class EvalPaths:
-    """`evals/<task>/<checkpoint>.json` and its companions. A sample has its own result and shares the answers."""
+    """`evals/<task>/<checkpoint>.json` and the files that belong to it. A sample has its own result and shares the
+    answers."""
 
     folder: Path
     checkpoint: str
@@ -154,23 +157,23 @@ class EvalPaths:
     failure = _Beside(".failure.json", by_sample=True)
     items = _Beside(".items.jsonl", by_sample=False)
     warnings = _Beside(".warnings.jsonl", by_sample=False)
-    """Of the processes that answered, line by line."""
+    """Warnings of the processes that answered, line by line."""
     verdicts = _Beside(".verdicts.jsonl", by_sample=False)
-    """A judge's, line by line."""
+    """A judge's verdicts, line by line."""
 
     def beside(self, suffix: str, *, by_sample: bool) -> Path:
         sample = f".sample-{self.limit}" if by_sample and self.limit is not None else ""
         return self.folder / f"{self.checkpoint}{sample}{suffix}"
 
     def items_of(self, part: int) -> Path:
-        """Of one of the processes that share the items; the first writes where a single one would."""
+        """The items of one of the processes that share them; the first writes where a single process would."""
         return self.items if part == 0 else self.beside(f".items.{part}.jsonl", by_sample=False)
 
     def failure_of(self, part: int) -> Path:
         return self.failure if part == 0 else self.beside(f".part-{part}.failure.json", by_sample=True)
 
     def answered(self) -> list[Path]:
-        """Every existing file of items, by however many processes."""
+        """Every existing file of items, whatever the number of processes."""
         paths = (self.items, *sorted(self.folder.glob(f"{escape(self.checkpoint)}.items.*.jsonl")))
         return [path for path in paths if path.exists()]
 
@@ -195,8 +198,8 @@ def is_run(path: Path) -> bool:
 
 
 def is_pipeline(path: Path) -> bool:
-    """Whether this is the directory of a run with several stages, which are runs or folders of their own."""
-    return is_run(path) and (path / "stages.json").is_file()
+    """Whether this is the directory of a run with several stages, which are runs or folders themselves."""
+    return is_run(path) and is_there(path / "stages.json")
 
 
 def open_run(path: Path) -> RunDir:
@@ -204,7 +207,7 @@ def open_run(path: Path) -> RunDir:
     found = open_any_run(path)
     if is_pipeline(found.path):
         names = ", ".join(str(path / name) for name in _places(found.path))
-        raise RunError(f"{path} is a pipeline, and one run is meant here", f"name one of its stages: {names}")
+        raise RunError(f"{path} is a pipeline, but one run is needed here", f"name one of its stages: {names}")
     return found
 
 
@@ -214,7 +217,7 @@ def names_checkpoint(target: str) -> bool:
 
 
 def open_target(target: str, checkpoint: str | None = None) -> tuple[RunDir, str | None]:
-    """`RUN` or `RUN:CHECKPOINT`; `checkpoint` is that of a target that names none."""
+    """Opens `RUN` or `RUN:CHECKPOINT`; `checkpoint` is the default if the target names none."""
     path, _, named = target.rpartition(":") if names_checkpoint(target) else (target, "", checkpoint)
     return open_run(Path(path)), named
 
@@ -224,9 +227,11 @@ def open_any_run(path: Path) -> RunDir:
     found = find_run(path)
     if not is_run(found):
         if inside := [str(path / one.name) for one in _runs_in(found)]:
-            problem = f"{path} is not a run directory: it holds {len(inside)} of them, and one is meant here"
+            problem = f"{path} is not a run directory: it holds {len(inside)} of them, and exactly one is needed"
             raise RunError(problem, f"name one of them: {', '.join(inside)}")
-        raise RunError(f"{path} is not a run directory: it holds no run.json", "runs lie under runs/<name>-<n>")
+        raise RunError(
+            f"{path} is not a run directory: it holds no run.json", "run directories are called runs/<name>-<n>"
+        )
     if (other := other_version(found)) is not None:  # its records would be misread, one after the other
         problem = f"{found} is a run directory of {other}; this finefit reads version {RUN_VERSION}"
         remedy = "finish it with the finefit that made it, or start again from its spec file with this one"
@@ -245,8 +250,8 @@ def other_version(run: Path) -> str | None:
 
 
 def find_run(path: Path) -> Path:
-    """The folder that a path means: `runs/medical-1/sft` is the stage's, wherever it lies, and
-    `runs/medical-1/scores/base` one within it. Any other path means itself."""
+    """The folder that a path means: `runs/medical-1/sft` is the stage's folder, wherever it is, and
+    `runs/medical-1/scores/base` one within it. Any other path is returned as it is."""
     is_stage = is_pipeline(path.parent) and path.name in _places(path.parent)  # a stage may be called `logs`
     if path.exists() and not is_stage:
         return path
@@ -280,7 +285,8 @@ def runs_named(root: Path, name: str) -> list[RunDir]:
 
 
 def newest_with_digest(root: Path, name: str, digest: str) -> RunDir | None:
-    """A run of another version and a damaged one are other runs, and do not block this one."""
+    """The newest run with this digest. A damaged run or one of another version counts as a different run and does not
+    block this one."""
     for run in reversed(runs_named(root, name)):
         with suppress(RunError, KeyError, TypeError):
             record = read_document(run.run)
@@ -290,7 +296,7 @@ def newest_with_digest(root: Path, name: str, digest: str) -> RunDir | None:
 
 
 def next_number(root: Path, name: str) -> int:
-    """After every entry of that name, whether it is a run or not."""
+    """One more than the highest number in use, whether that entry is a run or not."""
     return max((number for number, _ in _numbered(root, name)), default=0) + 1
 
 
@@ -299,10 +305,10 @@ def models_of(place: Path) -> list[Path]:
     if is_run(place):
         return []
     found = {path.name: path for path in _runs_in(place)}
-    try:
-        order = [str(name) for name in read_document(StageDir(place).done)["summary"]["models"]]
-    except (RunError, KeyError, TypeError):  # not done yet, or of another version
-        order = []
+    done, order = StageDir(place).done, []
+    if is_there(done):
+        with suppress(KeyError, TypeError):  # of another version
+            order = [str(name) for name in read_document(done)["summary"]["models"]]
     return [found[name] for name in dict.fromkeys((*order, *found)) if name in found]
 
 
@@ -317,7 +323,7 @@ def evaluation_of(run: Path) -> Path | None:
 
 
 def stage_holding(path: Path) -> str | None:
-    """The name of the pipeline's stage that a path lies in."""
+    """The name of the pipeline stage that contains a path."""
     return next(filter(None, map(_stage_name, (path.resolve(), *path.resolve().parents))), None)
 
 
@@ -330,7 +336,7 @@ def _stage_name(place: Path) -> str | None:
 
 
 def shown_parts(path: Path) -> tuple[str, ...]:
-    """The parts of a path with stages by their names: `runs/medical-1/stages/3-dpo` ends in `medical-1`, `dpo`."""
+    """The parts of a path with stages by name: `runs/medical-1/stages/3-dpo` ends in `medical-1`, `dpo`."""
     found: list[str] = []
     for place in (*reversed(path.resolve().parents), path.resolve()):
         name = _stage_name(place)

@@ -1,4 +1,4 @@
-"""What the workers of a training and of an evaluation read and write."""
+"""The records that the workers of a training and of an evaluation read and write."""
 
 from dataclasses import field
 from typing import Any, ClassVar, Literal
@@ -12,7 +12,7 @@ from finefit.spec.data import ImageLimits
 from finefit.spec.models import Model, Tuning
 from finefit.spec.schema import AdamW, Engine, Evaluation, Objective, OnNan, Save, Tracker
 from finefit.spec.tasks import Form
-from finefit.stats.metrics import Metric
+from finefit.stats.metrics import Metric, mean
 
 
 class ModelSetup(Record):
@@ -44,12 +44,12 @@ class Stage(ModelSetup):
     deterministic: bool
     objective: Objective
     engine: Engine
-    """Never `auto`: the engine that it resolved to."""
+    """The resolved engine, never `auto`."""
     num_ranks: int | None = None
     """Planned ranks on all nodes together."""
     trackers: tuple[Tracker, ...] = ()
     eval_limits: dict[str, EvalBatchLimit] = field(default_factory=dict)
-    """By the evaluation's label."""
+    """Keyed by the evaluation's label."""
     optimizer: AdamW
     schedule: Literal["cosine", "linear", "constant"]
     total_steps: int
@@ -75,17 +75,17 @@ class SourceLedger(Record):
     source: str
     shape: str
     mapping: dict[str, str]
-    """What was read from which column."""
+    """Which value was read from which column."""
     records: int
-    """In the files."""
+    """The number of records in the files."""
     read: int
-    """Rows: a record may hold several."""
+    """The number of rows; a record may contain several."""
     used: int
     cut: int
     """Rows whose prompt was cut."""
     cut_tokens: int
     dropped: dict[str, int]
-    """By reason."""
+    """Counts of dropped rows, by reason."""
     examples: int
     """Sequences made from the used rows; a conversation or a long text may become several."""
     repeated: int
@@ -94,7 +94,7 @@ class SourceLedger(Record):
     """Each example is counted once; rows that are only answered count their prompts."""
     supervised_tokens: int
     images: int = 0
-    """In the used rows."""
+    """The number of images in the used rows."""
 
 
 class LedgerRow(Record):
@@ -111,7 +111,7 @@ class LedgerRow(Record):
 class RowProblem(Record):
     """One problem that several rows share."""
 
-    kind: Literal["unusable", "too long", "special token", "placeholder", "overlap", "duplicate", "repaired"]
+    kind: Literal["unusable", "too long", "special token", "placeholder", "medium", "overlap", "duplicate", "repaired"]
     split: str
     count: int
     lines: tuple[str, ...]
@@ -123,33 +123,33 @@ class Efficiency(Record):
     """Share of the computed tokens that belong to rows; the rest is padding."""
 
     own: float
-    """In the layout that the run uses."""
+    """The share in the layout that the run uses."""
     batches_per_step: float
     grouped: float
-    """If rows were grouped by length and padded."""
+    """The share if rows were grouped by length and padded."""
     in_order: float
-    """If rows were padded in their original order."""
+    """The share if rows were padded in their original order."""
 
 
 class Preparation(Record):
-    """The result of preparing a spec's data, before it is judged. The examples lie beside it."""
+    """The result of preparing a spec's data, before it is judged. The examples are beside it."""
 
     version: Literal[2] = 2
     sources: tuple[SourceLedger, ...]
     problems: tuple[RowProblem, ...]
     notes: tuple[str, ...]
-    """What the reader must know about the template."""
+    """Remarks on the template for the reader."""
     lengths: Lengths | None
     """None if no training row is usable."""
     template_sha256: str
     largest_token: int
     pad_is_end: bool
     prompt_tokens: int | None = None
-    """Of the longest prompt that an evaluation answers."""
+    """The tokens of the longest prompt that an evaluation answers."""
     prompt_grids: tuple[tuple[int, ...], ...] = ()
     """Image grids of the evaluation row with the most image tokens."""
     images_sha256: str | None = None
-    """Of the contents of all images; None if there are none."""
+    """The hash of the contents of all images; None if there are none."""
     files: dict[str, str]
     """sha256 of every prepared file."""
 
@@ -164,7 +164,7 @@ class LossScale(Record):
 
     scale: float
     good_steps: int
-    """Since the last change."""
+    """Steps without an overflow since the last change."""
 
 
 class TrainState(Record):
@@ -175,9 +175,9 @@ class TrainState(Record):
     tokens: int
     supervised_tokens: int
     levers: Levers
-    """In force: those of the stage, or what an out-of-memory recovery changed them to."""
+    """The levers in force: those of the stage, or what an out-of-memory recovery changed them to."""
     loss_scale: LossScale | None = None
-    """Only in fp16."""
+    """None except in fp16."""
     model_name: str
     model_fingerprint: str
     template_sha256: str
@@ -203,7 +203,7 @@ class StageResult(Record):
     peak_bytes: int
     """Peak of this process: device memory on a card, resident memory on a CPU."""
     predicted_bytes: int | None = None
-    """The same by the plan; None in runs of earlier versions."""
+    """The plan's prediction of the same; None in runs of earlier versions."""
     frozen_unchanged: bool | None = None
     """Whether every frozen tensor still has the bytes that were loaded; None if none is frozen or the stage did not
     finish."""
@@ -214,9 +214,10 @@ class Subject(ModelSetup):
     """The model whose answers are scored. `tuning` has the bits of the base, and the adapter of the starting model."""
 
     weights: str | None = None
-    """A folder with an adapter or with full weights, relative to the run directory; None: the starting model."""
+    """A folder with an adapter or with full weights, relative to the run directory; None means the starting model."""
     manifest_sha256: str | None = None
-    """Of `weights`, if it is one of our checkpoints: another one with the same name is scored again."""
+    """The manifest of `weights`, if it is one of finefit's checkpoints: another checkpoint with the same name is scored
+    again."""
     items: str = "test.jsonl"
     """The file of the items among the prepared ones."""
     items_sha256: str
@@ -232,20 +233,20 @@ class EvalRequest(Record):
     subject: Subject
     batch_limit: EvalBatchLimit
     task_sha256: str | None = None
-    """Of the user's own task file, which lies beside the request."""
+    """The hash of the user's own task file, which is beside the request."""
     made_with: dict[str, str] = field(default_factory=dict)
     """Versions of finefit and of the packages that an answer depends on."""
 
 
 class EvalStage(Record):
-    """The subject of a run that only evaluates: eval.json, in the place of a training's stage.json."""
+    """The subject of a run that only evaluates: eval.json, in place of a training's stage.json."""
 
     version: Literal[1] = 1
     name: str
-    """Its scores are filed under this name, in the place of a checkpoint's."""
+    """Its scores are filed under this name, in place of a checkpoint's name."""
     subject: Subject
     prompt_tokens: int
-    """Of the longest prompt."""
+    """The tokens of the longest prompt."""
     prompt_grids: tuple[tuple[int, ...], ...] = ()
     """Image grids of the prompt with the most image tokens."""
     num_items: int
@@ -269,14 +270,14 @@ class CandidateAnswer(Record):
 
 class ItemImage(Record):
     name: str
-    """Its path when the rows were prepared."""
+    """The image's path when the rows were prepared."""
     sha256: str
 
 
 class EvalItem(Record):
     item: int
     key: str
-    """Digest of question and reference: equal keys are the same item in any file and run."""
+    """The digest of question and reference: equal keys are the same item in any file and run."""
     place: str
     """File and row."""
     dataset: str = ""
@@ -288,11 +289,11 @@ class EvalItem(Record):
     counts: dict[str, float]
     """Metrics are computed from the sums of these over all items."""
     scores: dict[str, float]
-    """Of this item alone."""
+    """The scores of this item alone."""
     failure: str | None
     candidates: tuple[CandidateAnswer, ...] = ()
     new_tokens: int | None = None
-    """Of the answer; None if none was generated."""
+    """The number of tokens in the answer; None if none was generated."""
     is_cut: bool = False
     """The answer reached max_new_tokens before its end."""
     verdict: str | None = None
@@ -314,7 +315,7 @@ class Score(Record):
 
 
 class DatasetScores(Record):
-    """Of the items of one source."""
+    """The scores of the items of one source."""
 
     n: int
     coverage: float
@@ -324,25 +325,27 @@ class DatasetScores(Record):
 class EvalResult(Record):
     """All items count; a failed item counts as nothing found."""
 
+    MAX_BYTES: ClassVar[int] = 1 << 30
+    """About 5 kB for each item."""
     version: Literal[3] = 3
     task: str
     """The evaluation's label."""
     checkpoint: str
     n: int
     available: int
-    """Number of items; more than n if a sample was asked for."""
+    """The number of items; more than n if a sample was requested."""
     coverage: float
-    """Share of the items with a result."""
+    """The share of items with a result."""
     metrics: dict[str, Score]
     by_dataset: dict[str, DatasetScores] = field(default_factory=dict)
-    """By source of the test rows, if there are several."""
+    """Scores by source of the test rows, if there are several."""
     definitions: tuple[Metric, ...]
-    """How the metrics follow from the items' counts; the first is the task's main metric."""
+    """How the metrics follow from the items' counts; the first metric is the task's main metric."""
     signature: dict[str, str]
     """Settings and versions that the numbers depend on."""
     warnings: tuple[str, ...] = ()
     seconds: float
-    """Of the process that finished it, without loading."""
+    """The time of the process that finished it, without loading."""
     new_tokens: int = 0
     loaded_bytes: int | None = None
     """Memory after the model was loaded and before the first question; counted as the peak is."""
@@ -350,3 +353,9 @@ class EvalResult(Record):
     """Reserved on a card, resident on a CPU; None if nothing was left to answer."""
     predicted_bytes: int | None = None
     items: tuple[EvalItem, ...] = field(repr=False)
+
+    def metric(self, name: str) -> Metric:
+        """A metric that is not defined over items, such as some of lm-eval's, is a plain number; it is not known
+        whether higher is better."""
+        plain = mean(name, unit="number", better="neither")
+        return next((metric for metric in self.definitions if metric.name == name), plain)

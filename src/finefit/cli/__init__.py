@@ -1,4 +1,4 @@
-"""The command line: one file per verb. Heavy packages are imported inside the commands, so that `--help` is quick."""
+"""The command line: one file per verb. Heavy packages are imported inside the commands, so that `--help` is fast."""
 
 import json
 import logging
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from finefit import __version__
-from finefit.cli import check, compare, doctor, evaluate, plan, recipes, review, run, watch
+from finefit.cli import chat, check, compare, doctor, evaluate, export, plan, recipes, review, run, watch
 from finefit.errors import FinefitError
 
 USAGE = 2
@@ -22,7 +22,7 @@ app = typer.Typer(
     help="Fine-tuning of language models that fits your card, first time.",
     epilog=(
         "Exit codes: 0 done, 1 a finding, 2 a mistake in spec, data or arguments, 3 interrupted and resumable, 70 "
-        "a fault of finefit."
+        "an internal error of finefit."
     ),
     no_args_is_help=True,
     add_completion=False,
@@ -49,9 +49,11 @@ app.command()(plan.plan)
 app.command()(check.check)
 app.command()(run.run)
 app.command(name="eval")(evaluate.evaluate)
+app.command()(export.export)
 app.command()(compare.compare)
 app.command()(review.review)
 app.command()(watch.watch)
+app.command()(chat.chat)
 app.command()(recipes.demo)
 app.command()(recipes.recipes)
 app.command()(doctor.doctor)
@@ -64,7 +66,7 @@ def main() -> None:
         app()
     except FinefitError as error:
         _report(type(error).__name__, error.problem, error.remedy, error.exit_code)
-    except SystemExit as end:  # typer ends the process itself, after a wrong argument too
+    except SystemExit as end:  # typer ends the process itself, also after a wrong argument
         if end.code == _CTRL_C:
             _report("Interrupted", "interrupted", "give the same command again", INTERRUPTED)
         if end.code == USAGE:

@@ -1,4 +1,4 @@
-"""`finefit check`: proved before it runs."""
+"""`finefit check`: proves what can be known before a run."""
 
 from itertools import groupby
 from pathlib import Path
@@ -30,7 +30,8 @@ def check(
     trained tensor gets a gradient, that memory and disk suffice and the schedule makes sense. Every stage is checked as
     far as its inputs exist.
 
-    Exit code 0: no problem was found. 1: one was.
+    Exit code 0: no problem was found. 1: at least one was found. 2: at least one is a mistake, such as a spec, model or
+    package that is not there.
     """
     from finefit.report.check import check_document, show_findings, show_stage
     from finefit.spec.load import load_pipeline
@@ -51,16 +52,16 @@ def check(
                 _show_examples(stage.spec, base, stage.prepared, show, console)
         show_findings(found, console)
     if found.has_errors:
-        raise typer.Exit(1)
+        raise typer.Exit(found.refusal.exit_code)
 
 
 def _show_examples(spec: "Spec", base: Path, prepared: "PreparedData", count: int, console: "Console") -> None:
     from finefit.data.examples import Pair, open_examples
     from finefit.data.render import open_renderer
-    from finefit.model.resolve_model import model_outline
+    from finefit.model.resolve_model import read_stub
     from finefit.report.check import show_example
 
-    tokenizer = model_outline(spec.model, base).tokenizer
+    tokenizer = read_stub(spec.model, base).tokenizer
     if tokenizer is None or "train.safetensors" not in prepared.record.files:
         return
     renderer = open_renderer(tokenizer, spec.data.template, template_options=spec.data.template_options)
@@ -75,7 +76,7 @@ def _show_examples(spec: "Spec", base: Path, prepared: "PreparedData", count: in
 
 
 def _text(renderer: "Renderer", tokens: list[int]) -> str:
-    """A token that is repeated many times, as for an image, is shown once with its count."""
+    """Shows a token that is repeated many times, as for an image, once with its count."""
 
     def decoded(tokens: list[int]) -> str:
         return str(renderer.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))

@@ -1,4 +1,4 @@
-"""`finefit compare`: several runs on the same items; the settings that differ come first."""
+"""`finefit compare`: compares several runs on the same items; the settings that differ come first."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ _RUN = (
     "Run directories, or RUN:CHECKPOINT. One run alone is compared with its base. PIPELINE/STAGE: all models of an "
     "evaluation stage. PIPELINE alone: the comparisons that it has made."
 )
-_CHECKPOINT = "final, best, base, or a step number, for runs that name none."
+_CHECKPOINT = "final, best, base, or a step number, for runs given without one."
 _TASK = "One task; by default all tasks that two of the runs were scored on."
 _VARIES = "A setting that is meant to differ; may be repeated."
 _SHOW = "Items shown of each kind: most gained, most lost, most reworded."
@@ -53,13 +53,13 @@ def compare(
     for path in (html, markdown):
         if path is not None and not path.resolve().parent.is_dir():
             problem = f"{path} cannot be written: there is no folder {path.resolve().parent}"
-            raise UserError(problem, "create it first, or name another place")
+            raise UserError(problem, "create it first, or give another path")
     comparisons = () if checkpoint or task or varies else stored_comparisons(targets)
-    if not comparisons:  # what a pipeline has compared is shown as it is; anything else is compared now
+    if not comparisons:  # stored comparisons of a pipeline are shown unchanged; anything else is compared now
         models, declared = expand_targets(targets), tuple(varies or ())
         comparisons = (compare_runs(models, checkpoint=checkpoint, task=task, declared=declared, show=show),)
     if len(comparisons) > 1 and (as_json or html is not None or markdown is not None):
-        problem = f"{targets[0]} has {len(comparisons)} comparisons, and only one can be written"
+        problem = f"{targets[0]} has {len(comparisons)} comparisons, but only one can be written"
         raise UserError(problem, f"name one of its compare stages: {targets[0]}/STAGE")
     for found in comparisons:
         if html is not None:

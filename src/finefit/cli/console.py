@@ -1,4 +1,4 @@
-"""What verbs share: the console, options, and the notice that the user's own code is about to run."""
+"""Shared by all verbs: the console, options, and the notice that the user's own code is about to run."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def open_console(*, as_json: bool = False) -> "Console":
-    """With --json only the document goes to stdout. Text is printed as it is, since paths and values may hold square
-    brackets and colons."""
+    """With --json only the document goes to stdout. Text is printed literally, since paths and values may contain
+    square brackets and colons."""
     from rich.console import Console
 
     return Console(stderr=as_json, markup=False, emoji=False, highlight=False)
@@ -31,12 +31,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdou
 _SET = "Override a value of the spec; may be repeated."
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_SET)]
 Runs = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
-New = Annotated[bool, typer.Option("--new", help="Start another run even where an equal one exists.")]
+New = Annotated[bool, typer.Option("--new", help="Start another run even if an equal one exists.")]
 
 
 @contextmanager
 def planning(what: str, console: "Console") -> "Iterator[None]":
-    """Shows what is being rehearsed inside: on a terminal all the time, elsewhere as a line on stderr after a long
+    """Shows what is being rehearsed inside: on a terminal continuously, otherwise as a line on stderr after a long
     wait."""
     from finefit.artifacts.forecasts import PlanningProgress
     from finefit.plan.client import observed_planning
@@ -54,7 +54,7 @@ def planning(what: str, console: "Console") -> "Iterator[None]":
 
 
 def announce_code(spec: "Spec | Pipeline", base: Path, console: "Console") -> None:
-    """Of custom models, whose paths start at `base`."""
+    """Announces the code of custom models, whose paths are relative to `base`."""
     from finefit.spec.pipeline import Pipeline
     from finefit.spec.stages import models_of
 

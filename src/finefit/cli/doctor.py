@@ -1,4 +1,4 @@
-"""`finefit doctor`: is this machine ready to train, and if not, which command repairs it."""
+"""`finefit doctor`: reports whether this machine is ready to train, and if not, which command repairs it."""
 
 import os
 import warnings
@@ -42,8 +42,8 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def _read_torch(machine: "Machine") -> "TorchView":
-    """torch's reason for seeing no card is a warning, given once, when it first looks. A kernel is run on each card: a
-    torch built without its architecture lists the card all the same."""
+    """torch explains why it sees no card in a warning, given once, when it first looks. A kernel is run on each card,
+    because a torch built without the card's architecture still lists the card."""
     from finefit.facts.machine import Device, TorchView
 
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""`finefit eval`: score the answers of a run's checkpoints, of any model, or of a file."""
+"""`finefit eval`: scores the answers of a run's checkpoints, of any model, or of a file."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,16 +11,16 @@ _TARGET = (
     "A run directory, or PIPELINE/STAGE; a folder with a model or an adapter; hub:owner/name; embedded:smollm2-135m."
 )
 _TASK = "A task, a mapping in YAML, or a .yaml or .py file; may be repeated. By default those of the spec."
-_DATA = "Other rows than the run's own; required for a model."
+_DATA = "Rows to use instead of the run's own; required for a model."
 _DEVICE = "By default the run's device, or a GPU if there is one."
-_BASE = "The model below an adapter, if its config does not name it."
-_ANSWERS = "Answers that were made elsewhere, each with its prompt or id."
+_BASE = "The base model of an adapter, if its config does not name it."
+_ANSWERS = "Score existing answers from this file, each with its prompt or id."
 _BY = "Metric of the best checkpoint; by default the task's main score."
 
 
 def evaluate(
     target: Annotated[str | None, typer.Argument(metavar="RUN_OR_MODEL", help=_TARGET)] = None,
-    checkpoint: Annotated[str, typer.Option(help="Of a run: final, best, base, a step number, or all.")] = "final",
+    checkpoint: Annotated[str, typer.Option(help="For a run: final, best, base, a step number, or all.")] = "final",
     task: Annotated[list[str] | None, typer.Option(help=_TASK)] = None,
     data: Annotated[str | None, typer.Option(metavar="FILE", help=_DATA)] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="A seeded sample of the items instead of all.")] = None,
@@ -67,15 +67,15 @@ def evaluate(
             answers=answers,
             runs=runs,
         )
-        work = open_evaluation(args)
-    announce_models((request.subject.model for request in work.requests), work.run.path, console)
-    with RunView(work.run, console, log=work.run.log, evaluates=True) as view:
-        results = evaluate_all(work, tick=view.tick, say=view.say)
+        requests = open_evaluation(args)
+    announce_models((request.subject.model for request in requests.requests), requests.run.path, console)
+    with RunView(requests.run, console, log=requests.run.log, evaluates=True) as view:
+        results = evaluate_all(requests, tick=view.tick, say=view.say)
     require_metric(results, by)
     if as_json:
-        print_json(scores_document(results, work.run.stages()[0], by=by))
+        print_json(scores_document(results, requests.run.stages()[0], by=by))
         return
-    console.print(score_boards(results, work.run, by=by))
+    console.print(score_boards(results, requests.run, by=by))
     for part in sample_answers(results, show):
         console.print(part)
-    console.print(f"run      {work.run.path}", soft_wrap=True)
+    console.print(f"run      {requests.run.path}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`finefit plan`: what a run needs on a card, known before it runs."""
+"""`finefit plan`: predicts what a run needs on a card, before it runs."""
 
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ _CARD = (
     "A card's name, 24GiB, 8xA100-40GB, cpu or auto; with a price: A100-40GB@1.10/h. May be repeated; default: the "
     "spec's."
 )
-_STAGE = "Of several stages, the one to show in full; default: the fullest."
+_STAGE = "The stage to show in full, if there are several; default: the one that needs the most memory."
 _MEASURE = "Run one real step on the longest rows of this machine's card and compare."
 
 
@@ -73,7 +73,7 @@ def plan(
     else:
         show_plan(found, console, now=datetime.now().astimezone(), only=stage)
     if apply is not None:
-        console.print(f"{target} now says {', '.join(_apply(target, found, apply))}", soft_wrap=True)
+        console.print(f"wrote {', '.join(_apply(target, found, apply))} to {target}", soft_wrap=True)
     elif not any(found.fits(at) for at in range(found.num_cards)):
         raise typer.Exit(1)
     return None
@@ -81,11 +81,11 @@ def plan(
 
 def _require_training(pipeline: "Pipeline", stage: str, target: Path) -> None:
     if pipeline.is_flat:
-        raise UserError(f"--stage {stage} is for specs with stages, and {target} has none", "leave it out")
+        raise UserError(f"--stage {stage} is for specs with stages, but {target} has none", "leave it out")
     if stage not in pipeline.stages:
         raise UserError(f"there is no stage {stage}", f"the stages are {', '.join(pipeline.order())}")
     if pipeline.stages[stage].kind != "train":
-        problem = f"stage {stage} does not train, so there is no more to show of it"
+        problem = f"stage {stage} does not train, so there is nothing more to show"
         raise UserError(problem, "name a stage of kind train")
 
 
@@ -94,7 +94,7 @@ def _measure(target: Path, pipeline: "Pipeline", overrides: tuple[str, ...], con
     from finefit.run.command import measure_step
 
     if not pipeline.is_flat:
-        problem = "--measure runs one real step, and a pipeline has steps in every stage"
+        problem = "--measure runs one real step, but a pipeline has steps in every stage"
         raise UserError(problem, "measure a spec that holds one of its trainings")
     with console.status("one real step on the longest rows"):
         found = measure_step(target, overrides)
@@ -108,7 +108,7 @@ def _measure(target: Path, pipeline: "Pipeline", overrides: tuple[str, ...], con
 def _apply(target: Path, plan: "RunPlan", number: int) -> tuple[str, ...]:
     """Writes a suggestion into the spec file, by its number in the listing, and returns its changes."""
     from finefit.artifacts.atomic import write_text
-    from finefit.spec.load import changed_text, load_any, parse_any
+    from finefit.spec.load import changed_text, load_any, parse_any, spec_text
 
     suggestions = plan.suggestions()
     if not suggestions:
@@ -118,9 +118,9 @@ def _apply(target: Path, plan: "RunPlan", number: int) -> tuple[str, ...]:
         count = len(suggestions)
         raise UserError(f"there are {count} suggestions, not {number}", f"--apply 1 to --apply {count}")
     changes = suggestions[number - 1].changes
-    text = changed_text(target.read_text(encoding="utf-8-sig"), changes)
+    text = changed_text(spec_text(target), changes)
     if parse_any(text, where=str(target)) != load_any(target, changes):
-        problem = f"{', '.join(changes)} would mean something else in {target}, above its base"
+        problem = f"{', '.join(changes)} would have a different effect in {target} because of its base"
         raise UserError(problem, "change the base, or write the keys by hand")
     write_text(target, text)
     return changes

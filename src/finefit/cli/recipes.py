@@ -1,4 +1,4 @@
-"""`finefit recipes`: the shipped specs; `finefit demo`: one of them trained, and the change shown."""
+"""`finefit recipes` lists the shipped specs; `finefit demo` trains one of them and shows the change."""
 
 from dataclasses import asdict
 from pathlib import Path

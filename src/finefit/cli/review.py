@@ -1,4 +1,4 @@
-"""`finefit review`: people judge answers without knowing whose they are."""
+"""`finefit review`: people judge answers without knowing which model gave them."""
 
 import json
 import os
@@ -26,9 +26,11 @@ _RUNS = "RUN[:CHECKPOINT] [RUN[:CHECKPOINT]]"
 _TARGETS = "One or two evaluated runs, or PIPELINE/STAGE."
 _ANSWERS = "Answers from a file: CSV or JSONL with prompt and answer, or with prompt, answer_a and answer_b."
 _TASK = "The task whose answers are judged; by default the first one that all runs have results for."
-_CHECKPOINT = "For runs that name none: final, best, base or a step number."
+_CHECKPOINT = "For runs given without one: final, best, base or a step number."
 _NAME = "Name of the review: reviews/NAME.jsonl in the (first) run directory."
-_OVERLAP = "This many items for every rater, every other item for one rater; by default all items for all raters."
+_OVERLAP = (
+    "Show this many items to every rater, and each of the others to one rater; by default all items for all raters."
+)
 _EXPORT_PAIRS = "Write preference pairs for DPO training to this .jsonl file."
 _HOST = "Listen on another address than loopback; raters then need a token."
 _USE_TOKEN = f"Require a token on loopback too: the value of ${TOKEN}, or a new one."
@@ -89,7 +91,7 @@ def review(
 def _review_set(
     targets: list[str], answers: Path | None, *, task: str | None, checkpoint: str | None, name: str | None
 ) -> "tuple[ReviewSet, Path]":
-    """What is judged, and the folder that holds `reviews/`."""
+    """Returns the answers to judge, and the folder that holds `reviews/`."""
     from finefit.review.items import RunTarget, review_set_of_rows, review_set_of_runs
 
     if name is not None and (not name.strip(".") or Path(name).name != name):

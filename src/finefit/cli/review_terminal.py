@@ -1,4 +1,4 @@
-"""Judging in a terminal, with the keys of the page."""
+"""Judges answers in a terminal, with the same keys as the page."""
 
 import codecs
 import os
@@ -26,13 +26,13 @@ _QUITS = frozenset({"q", _CTRL_D, ""})
 
 class Keys(Protocol):
     def key(self) -> str:
-        """The next key; empty at the end of input."""
+        """Returns the next key; empty at the end of input."""
 
     def line(self) -> str: ...
 
 
 def judge_all(session: Session, rater: str, console: Console, keys: Keys) -> None:
-    """Until nothing is left or the rater quits; every decision is kept."""
+    """Runs until nothing is left or the rater quits; every decision is saved."""
     turn: Turn | None = session.turn(rater)
     while turn is not None:
         if turn.item is not None:
@@ -49,7 +49,7 @@ def judge_all(session: Session, rater: str, console: Console, keys: Keys) -> Non
 
 
 def _judge(session: Session, turn: Turn, item: BlindItem, console: Console, keys: Keys) -> Turn | None:
-    """The next turn; None if the rater quits."""
+    """Returns the next turn; None if the rater quits."""
     marked: list[set[Reason]] = [set(names) for names in turn.draft.reasons]
     note = turn.draft.note
     show_item(turn, item, marked, note, console)
@@ -100,7 +100,7 @@ class _Pipe:
 
 
 class _Terminal:
-    """Keys that are pressed ahead wait; escape sequences, such as those of arrow keys, are ignored."""
+    """Keys that are pressed early are queued; escape sequences, such as those of arrow keys, are ignored."""
 
     def __init__(self, descriptor: int, saved: list[Any]) -> None:
         self._descriptor = descriptor
@@ -118,7 +118,7 @@ class _Terminal:
         return key
 
     def line(self) -> str:
-        """Reads past `sys.stdin`, whose buffer would hide the keys after the line."""
+        """Bypasses `sys.stdin`, whose buffer would hide the keys after the line."""
         termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._saved)
         try:
             while not _END_OF_LINE.search(self._ahead) and (typed := os.read(self._descriptor, 1024)):

@@ -1,4 +1,4 @@
-"""`finefit run`: fine-tune what a spec describes; the same command again goes on where it stopped."""
+"""`finefit run`: fine-tunes what a spec describes; the same command again resumes where it stopped."""
 
 import os
 from dataclasses import replace
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from finefit.artifacts.rundir import RunDir
     from finefit.run.command import RunArgs, RunCommand
 
-_DETACH = "Go on without this terminal; follow with `finefit watch`."
+_DETACH = "Keep running without this terminal; follow it with `finefit watch`."
 _FROM = "Run this stage again, and all that depend on it."
-_FORCE = "Run this stage again; `all` for every one."
+_FORCE = "Run this stage again; `all` for all stages."
 
 
 def run(
-    target: Annotated[Path, typer.Argument(metavar="SPEC_OR_RUN", help="A spec file, or a run directory to go on in.")],
+    target: Annotated[Path, typer.Argument(metavar="SPEC_OR_RUN", help="A spec file, or a run directory to continue.")],
     overrides: Set = None,
     new: New = False,
     detach: Annotated[bool, typer.Option("--detach", help=_DETACH)] = False,
     first: Annotated[str | None, typer.Option("--from", metavar="STAGE", help=_FROM)] = None,
-    only: Annotated[str | None, typer.Option("--only", metavar="STAGE", help="Run this stage alone.")] = None,
+    only: Annotated[str | None, typer.Option("--only", metavar="STAGE", help="Run only this stage.")] = None,
     force: Annotated[list[str] | None, typer.Option("--force", metavar="STAGE", help=_FORCE)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which stages would run, and why.")] = False,
     runs: Runs = Path("runs"),
@@ -56,7 +56,7 @@ def run(
     from finefit.spec.load import load_pipeline
 
     rank, target = rank_env_of(os.environ), find_run(target)
-    # before torch is imported: a misspelt key is reported at once
+    # before torch is imported, so that a misspelt key is reported at once
     pipeline = None if target.is_dir() else load_pipeline(target, overrides or ())
     if rank is not None and rank.size > 1:
         _set_rank_variables()
@@ -94,7 +94,7 @@ def open_place(command: "RunCommand", console: "Console", *, nodes: int | None =
     if command.run is None and read_record(place.run, Run).status == "prepared":
         for run in runs_named(command.args.runs, command.pipeline.name):
             if other := other_version(run.path):
-                console.print(f"{run.path} is of {other}: it is not resumed", soft_wrap=True)
+                console.print(f"{run.path} has {other}: it is not resumed", soft_wrap=True)
     return place
 
 
@@ -109,7 +109,7 @@ def carry_out(command: "RunCommand", place: "RunDir", console: "Console") -> Non
         remedy += ", --from STAGE runs a stage and all that depend on it again"
     elif command.run is not None:
         remedy = "--set schedule.epochs=N trains it further"
-    console.print(f"{place.path} is finished already; {remedy}", soft_wrap=True)
+    console.print(f"{place.path} is already finished; {remedy}", soft_wrap=True)
 
 
 def _show(place: "RunDir", console: "Console", as_json: bool) -> None:
@@ -136,7 +136,7 @@ def _show_decisions(command: "RunCommand", console: "Console", as_json: bool) ->
 
 
 def _detach(command: "RunCommand", place: "RunDir", console: "Console", as_json: bool) -> bool:
-    """False where nothing is left to do."""
+    """Returns False if nothing is left to do."""
     from finefit.run.command import detach
 
     pid = detach(command, place)
@@ -145,19 +145,19 @@ def _detach(command: "RunCommand", place: "RunDir", console: "Console", as_json:
     if as_json:
         print_json({"run": str(place.path), "pid": pid, "status": "running"})
     else:
-        text = f"process {pid} goes on without this terminal\nnext     finefit watch {place.path}"
+        text = f"process {pid} keeps running without this terminal\nnext     finefit watch {place.path}"
         console.print(text, highlight=False, soft_wrap=True)
     return True
 
 
 def _submit(command: "RunCommand", console: "Console", as_json: bool) -> None:
-    """The job gives this same command, each of its tasks as a rank."""
+    """The job runs this same command, with each of its tasks as a rank."""
     from finefit.run.command import amend_now
     from finefit.run.slurm import RankTask, require_inputs, require_scheduler, submit
 
     args, spec = command.args, command.pipeline.flat_spec
     require_scheduler()
-    if command.run is not None:  # changes are taken over now, so that what may not change is refused before it waits
+    if command.run is not None:  # changes are applied now, so that forbidden ones are refused before the job waits
         for line in amend_now(command, command.run):
             console.print(line, soft_wrap=True)
         args = replace(args, overrides=())
@@ -174,7 +174,7 @@ def _submit(command: "RunCommand", console: "Console", as_json: bool) -> None:
 
 
 def _set_rank_variables() -> None:
-    """Of ranks that torchrun, accelerate or SLURM has started; before torch is imported."""
+    """Sets the variables of ranks that torchrun, accelerate or SLURM has started, before torch is imported."""
     from finefit.artifacts.processes import chosen_variables
 
     for name, value in chosen_variables(os.environ, deterministic=False).items():
@@ -186,18 +186,19 @@ def _require_rank(command: "RunCommand", rank: "RankEnv", *, detach: bool) -> No
     from finefit.run.external_launch import engine_overrides
 
     if not command.pipeline.is_flat:
-        problem = f"has stages, and this process is rank {rank.rank} of {rank.size}, started from outside"
-        remedy = "give `finefit run` alone: each stage starts its own ranks (engine.devices)"
+        problem = f"has stages, but this process is rank {rank.rank} of {rank.size}, started from outside"
+        remedy = "call `finefit run` directly: each stage starts its own ranks (engine.devices)"
         raise RunError(f"{command.args.target} {problem}", remedy)
-    if rank.size == 1:  # the only rank that was started from outside starts no others of its own
+    if rank.size == 1:  # the only rank that was started from outside starts no others
         engine_overrides(command.pipeline.flat_spec.engine, rank)
     elif detach:
-        problem = f"--detach does not go with ranks that were started from outside (WORLD_SIZE={rank.size})"
-        raise RunError(problem, "let what started them go on alone")
+        problem = f"--detach cannot be combined with ranks that were started from outside (WORLD_SIZE={rank.size})"
+        raise RunError(problem, "detach the launcher that started them instead")
 
 
 def run_rank(args: "RunArgs", *, as_json: bool = False, command: "RunCommand | None" = None) -> int:
-    """The exit code of a rank that follows; what stops the first is raised. `command`: `args`, if they are read."""
+    """Returns the exit code of a rank other than the first; an error of the first rank is raised. `command`: the parsed
+    `args`, if they are parsed already."""
     from finefit.artifacts.processes import rank_env_of
 
     rank = rank_env_of(os.environ)
@@ -227,7 +228,7 @@ def run_rank(args: "RunArgs", *, as_json: bool = False, command: "RunCommand | N
 
 
 def _other_rank(rank: "RankEnv", store: "Store") -> int:
-    """Its failure goes to the first rank through the run directory, and in short to whoever reads this terminal."""
+    """Its failure is recorded in the run directory for rank 0, and summarised here."""
     from finefit.artifacts.records import Failure
     from finefit.artifacts.rundir import RunDir
     from finefit.errors import Interrupted

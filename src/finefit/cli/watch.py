@@ -1,4 +1,4 @@
-"""`finefit watch`: follow a run from another terminal."""
+"""`finefit watch`: follows a run from another terminal."""
 
 import time
 from pathlib import Path
@@ -15,7 +15,7 @@ def watch(
     target: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or RUN/STAGE.")],
     as_json: AsJson = False,
 ) -> None:
-    """Follow a run until it ends; Ctrl-C leaves it alone. With --json: its state now.
+    """Follow a run until it ends; Ctrl-C stops watching, not the run. With --json: its state now.
 
     Example:
 
@@ -38,7 +38,7 @@ def watch(
                 time.sleep(_TICK_SECONDS)
                 view.tick()
     except KeyboardInterrupt:
-        console.print(f"{run.path} goes on", soft_wrap=True)
+        console.print(f"{run.path} continues", soft_wrap=True)
         return
     record = read_record(run.run, Run)
     if is_pipeline(run.path) or record.status == "finished":

@@ -1,1 +1,1 @@
-"""Several results -> differences with intervals, settings that differ named first."""
+"""Compares several results: differences with intervals, and first the settings that differ."""

@@ -1,5 +1,5 @@
-"""Several runs -> one `Comparison`: settings first, then scores on the same items, then predicted against measured.
-Items are matched by what was asked, never by position."""
+"""Turns several runs into one `Comparison`: settings first, then scores on the same items, then predicted against
+measured. Items are matched by their question, never by position."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,10 +15,10 @@ from finefit.compare.sides import BEST, LoadedSide, loss_curves, open_sides, pre
 from finefit.errors import RunError
 from finefit.stats.comparisons import holm, paired, spread
 from finefit.stats.intervals import Interval, Numbers
-from finefit.stats.metrics import Metric, cautions, combined, interval_of, mean, table
+from finefit.stats.metrics import Metric, cautions, combined, interval_of, table
 
 _MODELS = ("model", "checkpoint")
-"""What the models of one evaluation stage are expected to differ in."""
+"""Settings in which the models of one evaluation stage are expected to differ."""
 _EQUAL = 1e-9
 Sides = Sequence[LoadedSide]
 Groups = Sequence[Sequence[int]]
@@ -34,7 +34,8 @@ def compare(
     declared: Sequence[str] = (),
     show: int = 3,
 ) -> records.Comparison:
-    """`targets` as for `open_sides`. `declared`: settings that are meant to differ. `show`: items of each kind."""
+    """`targets` are as for `open_sides`. `declared` are the settings that are meant to differ. `show` is the number of
+    items of each kind."""
     sides = open_sides(targets, checkpoint=checkpoint)
     groups = group_by_seed(sides)
     differing, without_effect = differing_settings(sides)
@@ -83,7 +84,8 @@ def _common_tasks(sides: Sides, wanted: str | None) -> list[str]:
     common = [task for task in found if sum(task in side.evaluated for side in sides) > 1]
     if not common:
         each = "\n".join(f"  {side.name}: {', '.join(side.evaluated) or 'none'}" for side in sides)
-        what = "no two of them were scored on " + ("the same task" if wanted is None else wanted)
+        each += "".join(f"\n  {why}" for side in sides for why in side.unread.values())
+        what = "fewer than two of these were scored on " + ("the same task" if wanted is None else wanted)
         missing = next((side for side in sides if not side.evaluated), sides[-1])
         raise RunError(f"{what}. Results of each:\n{each}", _how_to_score(missing, wanted))
     return common
@@ -107,7 +109,8 @@ def _require_common_items(sides: Sides, tasks: Sequence[records.TaskComparison])
 
 def _compare_task(task: str, sides: Sides, groups: Groups, show: int) -> records.TaskComparison:
     results = [side.evaluated[task].result if task in side.evaluated else None for side in sides]
-    metrics = next(_metrics_of(result) for result in results if result is not None)
+    first = next(result for result in results if result is not None)
+    metrics = tuple(first.metric(name) for name in first.metrics)
     scored = tuple(None if result is None else _side_scores(result, metrics) for result in results)
 
     def value(at: int, metric: Metric) -> float | None:
@@ -130,21 +133,16 @@ def _compare_task(task: str, sides: Sides, groups: Groups, show: int) -> records
     )
 
 
-def _metrics_of(result: EvalResult) -> tuple[Metric, ...]:
-    """A metric that is not defined over items, such as some of lm-eval's, is a plain number."""
-    defined = {metric.name: metric for metric in result.definitions}
-    return tuple(defined.get(name) or mean(name, unit="number", better="neither") for name in result.metrics)
-
-
 def _is_counted(metric: Metric, result: EvalResult) -> bool:
-    """Whether every item has the counts that the metric is computed from; another program's results may lack them."""
+    """Whether every item has the counts that the metric is computed from; results of another program may lack them."""
     return metric in result.definitions and all(name in item.counts for item in result.items for name in metric.counts)
 
 
 def _side_scores(result: EvalResult, metrics: Sequence[Metric]) -> records.SideScores:
     """A metric that this side computes in another way than the first side is missing. Scores come from the items'
-    counts, so that all sides are treated alike whichever version scored them; as recorded where items have none."""
-    shared = [metric for metric in metrics if metric in _metrics_of(result)]
+    counts, so that all sides are treated alike whichever version scored them; if items have no counts, the recorded
+    scores are used."""
+    shared = [metric for metric in metrics if metric.name in result.metrics and metric == result.metric(metric.name)]
 
     def scores(items: Sequence[EvalItem], recorded: Mapping[str, Score]) -> dict[str, records.ScoreInterval]:
         found: dict[str, records.ScoreInterval] = {}
@@ -167,7 +165,7 @@ def _side_scores(result: EvalResult, metrics: Sequence[Metric]) -> records.SideS
 def _pairings(
     sides: Sides, groups: Groups, results: Sequence[EvalResult | None], metrics: Sequence[Metric], show: int
 ) -> Iterator[records.Pairing]:
-    """Every other group with the first, as far as both have results."""
+    """Pairs every other group with the first, if both have results."""
     for second in range(1, len(groups)):
         scored = [[at for at in groups[group] if results[at] is not None] for group in (0, second)]
         chosen, left_out = _same_seeds(sides, scored)
@@ -181,7 +179,8 @@ def _pairings(
 
 
 def _same_seeds(sides: Sides, groups: Groups) -> tuple[list[list[int]], list[int]]:
-    """The sides of each group whose seed the other has too, in one order, or all if there are none; those left out."""
+    """The sides of each group whose seed the other group also has, in one order, or all sides if there are none; and
+    those left out."""
     common = [seed for at in groups[0] if (seed := sides[at].seed) in {sides[other].seed for other in groups[1]}]
     if not common or max(len(group) for group in groups) < 2:
         return [list(group) for group in groups], []
@@ -198,7 +197,7 @@ def _pairing(
     left_out: tuple[str, ...],
     show: int,
 ) -> records.Pairing:
-    """An item counts if every result of both groups has it. `seeds`: if the results are compared seed by seed."""
+    """An item counts if every result of both groups has it. `seeds` is set if the results are compared seed by seed."""
     keyed = [[_by_key(result.items) for result in group] for group in both]
     inner = [set.intersection(*map(set, group)) for group in keyed]
     outer = [set.union(*map(set, group)) for group in keyed]
@@ -231,7 +230,7 @@ def _pairing(
 
 
 def _by_key(items: Sequence[EvalItem]) -> dict[tuple[str, int], EvalItem]:
-    """By an item's key, and its number among the items of the run with the same key."""
+    """Items by key, and by their number among the items of the run with the same key."""
     seen: Counter[str] = Counter()
     found: dict[tuple[str, int], EvalItem] = {}
     for item in items:
@@ -272,8 +271,8 @@ def _difference(metric: Metric, both: Sequence[GroupItems], seeds: Sequence[int]
 def _shown_items(
     first: Sequence[EvalItem], second: Sequence[EvalItem], changes: Numbers, show: int
 ) -> tuple[tuple[records.ItemChange, ...], ...]:
-    """The items that gained most, that lost most, and of the others those reworded most, with the answers of the first
-    seed. Ties keep the items' order."""
+    """The items that gained most, those that lost most, and among the others those reworded most, with the answers of
+    the first seed. Ties keep the items' order."""
     if not len(changes):
         return (), (), ()
     words = np.array([_word_distance(one.answer, other.answer) for one, other in zip(first, second, strict=True)])
@@ -298,14 +297,14 @@ def _shown_items(
 
 
 def _word_distance(one: str, other: str) -> float:
-    """From 0, the same words equally often, to 1, no word in common."""
+    """A distance from 0 (the same words equally often) to 1 (no word in common)."""
     first, second = Counter(one.split()), Counter(other.split())
     total = (first | second).total()
     return 1 - (first & second).total() / total if total else 0.0
 
 
 def _with_corrected_p(tasks: Sequence[records.TaskComparison]) -> tuple[records.TaskComparison, ...]:
-    """Holm's correction over all differences of this comparison."""
+    """Applies Holm's correction over all differences of this comparison."""
     corrected = iter(holm([change.p for task in tasks for pairing in task.pairings for change in pairing.changes]))
 
     def correct(pairing: records.Pairing) -> records.Pairing:
@@ -318,8 +317,8 @@ def _with_corrected_p(tasks: Sequence[records.TaskComparison]) -> tuple[records.
 def _verdict(
     differing: Sequence[records.Setting], sides: Sides, groups: Groups, declared: Sequence[str], expected: Sequence[str]
 ) -> tuple[str, bool, tuple[str, ...]]:
-    """What can explain a difference in score, whether that is one thing, and a warning for each declared setting that
-    does not differ. `expected`: all settings that may differ."""
+    """What can explain a difference in score, whether that is a single setting, and a warning for each declared setting
+    that does not differ. `expected` has all settings that may differ."""
     seeds = [{sides[at].seed for at in group} for group in groups]
     has_several = max(len(group) for group in groups) > 1
     is_balanced = len(groups) == 1 or (has_several and all(one == seeds[0] for one in seeds))
@@ -365,4 +364,8 @@ def _pairing_warnings(pairing: records.Pairing, sides: Sides, groups: Groups) ->
     if first and second and max(len(first), len(second)) > 1 and not first & second:
         yield "no seed in common, so runs are compared as groups and not seed by seed"
     if not pairing.changes:
-        yield "no metric is computed alike in both" if pairing.n else "no item is in both records, so none is paired"
+        yield (
+            "no metric is computed the same way in both"
+            if pairing.n
+            else "no item is in both records, so none is paired"
+        )

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from finefit.artifacts.records import Record
 from finefit.stats.comparisons import Spread
@@ -29,13 +29,13 @@ class Side(Record):
     name: str
     run: str
     checkpoint: str
-    """Its name in the run directory."""
+    """The checkpoint's name in the run directory."""
     role: str
-    """What the user named: final, best, base, or the checkpoint itself."""
+    """The user's name for it: final, best, base, or the checkpoint itself."""
     seed: int | None
     status: str
     num_steps: int | None
-    """Steps done, of `total_steps`."""
+    """The number of steps done, out of `total_steps`."""
     total_steps: int | None
 
 
@@ -55,7 +55,7 @@ class ScoreInterval(Record):
 
 
 def finite(value: float) -> float | None:
-    """For JSON, which has no infinity."""
+    """None in place of infinity, which JSON lacks."""
     return value if math.isfinite(value) else None
 
 
@@ -103,7 +103,7 @@ class ItemChange(Record):
     failures: tuple[str | None, str | None]
     scores: tuple[dict[str, float], dict[str, float]]
     change: float
-    """In the task's main metric; positive is better."""
+    """The change in the task's main metric; positive is better."""
 
 
 class Pairing(Record):
@@ -124,7 +124,7 @@ class Pairing(Record):
     num_equal: int
     num_worse: int
     item_changes: tuple[float, ...]
-    """In the task's main metric; positive is better; largest first."""
+    """Changes in the task's main metric; positive is better; largest first."""
     gained: tuple[ItemChange, ...]
     lost: tuple[ItemChange, ...]
     reworded: tuple[ItemChange, ...]
@@ -136,13 +136,13 @@ class TaskComparison(Record):
     metrics: tuple[Metric, ...]
     """The first is the task's main metric."""
     scored: tuple[SideScores | None, ...]
-    """One per side; None if it has no result."""
+    """One per side; None if the side has no result."""
     missing: dict[int, str]
-    """Side -> why it has no result, and how to get one."""
+    """Maps a side to the reason why it has no result, and how to get one."""
     spreads: tuple[dict[str, Spread], ...]
-    """One per group, over its seeds."""
+    """One per group, over the group's seeds."""
     pairings: tuple[Pairing, ...]
-    """Every other group with the first."""
+    """Pairs every other group with the first."""
 
 
 class Prediction(Record):
@@ -155,7 +155,7 @@ class Prediction(Record):
 
 
 class LossCurve(Record):
-    """Loss by step, and validation losses as (step, loss)."""
+    """Training losses by step, and validation losses as (step, loss)."""
 
     side: int
     steps: tuple[int, ...]
@@ -164,19 +164,21 @@ class LossCurve(Record):
 
 
 class Comparison(Record):
+    MAX_BYTES: ClassVar[int] = 1 << 30
+    """It may show every item whose score differs."""
     version: Literal[2] = 2
     sides: tuple[Side, ...]
     groups: tuple[Group, ...]
     differing: tuple[Setting, ...]
     """Settings that can change a score."""
     without_effect: tuple[Setting, ...]
-    """Settings that cannot: paths, checkpoint intervals, trackers, the card, exact levers."""
+    """Settings that cannot change a score: paths, checkpoint intervals, trackers, the card, exact levers."""
     declared: tuple[str, ...]
     """Settings that the user declared to differ (`--varies`)."""
     verdict: str
     """What can explain a difference in score."""
     is_one_variable: bool
-    """Whether nothing else differs than what is meant to."""
+    """Whether nothing differs except what is meant to."""
     tasks: tuple[TaskComparison, ...]
     predictions: tuple[Prediction, ...]
     curves: tuple[LossCurve, ...]

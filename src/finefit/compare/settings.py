@@ -1,5 +1,5 @@
-"""Which settings differ, separated into those that can change a score and those that cannot. A difference that only
-follows from another one is not listed."""
+"""Finds the settings that differ, separated into those that can change a score and those that cannot. A difference that
+only follows from another one is not listed."""
 
 import hashlib
 import json
@@ -14,9 +14,9 @@ from finefit.compare.sides import BEST, LoadedSide, SideEval
 About = Literal["checkpoint", "spec", "data", "model", "evaluation", "version", "machine"]
 Settings = dict[str, tuple[About, Any]]
 CHOSEN = "answered_by"
-"""Signature key: the models that a gate chose among. It is compared with the model, not with the evaluation."""
+"""The signature key of the models that a gate chose among. It is compared with the model, not with the evaluation."""
 _EVALUATION = "evaluation."
-"""Prefix of settings shared by all tasks of a side; settings of one task have its label as prefix."""
+"""The prefix of settings shared by all tasks of a side; settings of one task have its label as prefix."""
 _BY_CONTENT = ("model.", "evaluate", "data.test")
 """Compared by content: the model, the evaluation request, the items."""
 _EXACT = ("card", "launcher.", "levers.", "engine.", "deterministic", "data.packing", "threads", "accumulation")
@@ -35,11 +35,11 @@ _CAUSES = {
     "evaluation.form": ("data.task",),
     "evaluation.base_bits": ("tuning.base_bits",),
 }
-"""Setting -> settings that it follows from: if one of those differs too, only that one is listed."""
+"""Maps a setting to settings that it follows from: if one of those differs too, only that one is listed."""
 
 
 def differing_settings(sides: Sequence[LoadedSide]) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
-    """Those that can change a score, and those that cannot."""
+    """The settings that can change a score, and those that cannot."""
     tasks = dict.fromkeys(task for side in sides for task in side.evaluated)
     common = [task for task in tasks if sum(task in side.evaluated for side in sides) > 1]
     found = [_settings_of(side, tasks=common) for side in sides]
@@ -56,7 +56,8 @@ def differing_settings(sides: Sequence[LoadedSide]) -> tuple[tuple[Setting, ...]
 
 
 def group_by_seed(sides: Sequence[LoadedSide]) -> list[list[int]]:
-    """Sides that differ in nothing that can change a score except the seed, in the order in which they were named."""
+    """Groups sides that differ in nothing that can change a score except the seed, in the order in which they were
+    named."""
     groups: list[list[int]] = []
     for at, side in enumerate(sides):
         for group in groups:
@@ -71,7 +72,7 @@ def group_by_seed(sides: Sequence[LoadedSide]) -> list[list[int]]:
 
 
 def _can_change_score(setting: Setting, *, compares_best: bool) -> bool:
-    """The save interval decides which checkpoints there are to choose the best from."""
+    """The save interval can, because it decides which checkpoints the best is chosen from."""
     if setting.about == "version":
         return setting.key.removeprefix("version.") in _COMPUTING_PACKAGES
     if setting.about == "spec" and not (setting.key == "save.every" and compares_best):
@@ -80,7 +81,7 @@ def _can_change_score(setting: Setting, *, compares_best: bool) -> bool:
 
 
 def is_covered(key: str, declared: Sequence[str]) -> bool:
-    """`tuning` covers everything under it."""
+    """`tuning` covers every setting under it."""
     return any(key == part or key.startswith(part if part.endswith(".") else f"{part}.") for part in declared)
 
 
@@ -99,7 +100,7 @@ def _row(key: str, sides: Sequence[LoadedSide], found: Sequence[Settings]) -> Se
 
 
 def _settings_of(side: LoadedSide, *, tasks: Sequence[str]) -> Settings:
-    """A model that was only evaluated has, instead of a checkpoint, the weights loaded over it, by content."""
+    """A model that was only evaluated has, instead of a checkpoint, the digest of the weights loaded over it."""
     subject = next((found.request.subject for found in side.evaluated.values()), None)
     checkpoint = side.role
     if side.stage is None:
@@ -128,7 +129,7 @@ def _settings_of(side: LoadedSide, *, tasks: Sequence[str]) -> Settings:
 
 
 def _training(side: LoadedSide) -> Settings:
-    """The spec, what the plan decided, what was changed on the way, and the rows by content."""
+    """The spec, the decisions of the plan, changes during the run, and the rows by content."""
     spec = dict(_flat(read_document(side.run.spec_json)))
     found: Settings = {key: ("spec", value) for key, value in spec.items() if not is_covered(key, _BY_CONTENT)}
     planned = {} if side.plan is None or side.stage is None else side.plan.stages.get(side.stage.name, {})
@@ -150,7 +151,7 @@ def _digest(content: object) -> str:
 
 
 def _flat(document: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value); a list of objects is numbered from 0."""
+    """(dotted key, value) pairs; the entries of a list of objects are numbered from 0."""
     inner = document if isinstance(document, dict) else None
     if isinstance(document, list) and any(isinstance(entry, dict) for entry in document):
         inner = dict(enumerate(document))

@@ -1,5 +1,5 @@
-"""The sides of a comparison: what a command names, resolved to checkpoints of runs with their records, and the figures
-of their trainings."""
+"""The sides of a comparison: the targets of a command, resolved to checkpoints of runs with their records, and the
+figures of their trainings."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from finefit.spec.models import ShapeModel
 
 FINAL, BEST, BASE = "final", "best", "base"
 COMPARISON_FILE = "comparison.json"
-"""In the output folder of a compare stage."""
+"""The file's name in the output folder of a compare stage."""
 _MAX_POINTS = 500
 _UNITS: dict[Quantity, QuantityUnit] = {
     "peak memory": "bytes",
@@ -53,7 +53,7 @@ class LoadedSide:
     ended: StageResult | None
     evaluated: dict[str, SideEval]
     unread: dict[str, str]
-    """Task -> why its result cannot be read."""
+    """Maps a task to the reason why its result cannot be read."""
 
     @property
     def is_external(self) -> bool:
@@ -70,7 +70,8 @@ class LoadedSide:
 
 
 def open_sides(targets: Sequence[str], *, checkpoint: str | None = None) -> tuple[LoadedSide, ...]:
-    """`checkpoint`: of targets that name none, by default the final one. A single run is compared with its base."""
+    """`checkpoint` is the default for targets that name none, itself by default the final one. A single run is compared
+    with its base."""
     named = [rundir.open_target(target, checkpoint) for target in targets]
     if len(named) == 1:
         run, asked = named[0]
@@ -87,7 +88,7 @@ def open_sides(targets: Sequence[str], *, checkpoint: str | None = None) -> tupl
     if again := [name for at, name in enumerate(names) if models[at] in models[:at]]:
         if len(targets) == 1:
             raise RunError(f"there is nothing to compare {targets[0]} with", "name another run or checkpoint as well")
-        problem = f"{again[0]} is named twice, and a model does not differ from itself"
+        problem = f"{again[0]} is named twice; a model cannot be compared with itself"
         raise RunError(problem, "name two runs, or RUN:base and RUN:final")
     return tuple(_open(*place, shown) for place, shown in zip(places, names, strict=True))
 
@@ -117,7 +118,7 @@ def _resolved(run: rundir.RunDir, asked: str | None) -> tuple[rundir.StageDir, s
 
 
 def _open(run: rundir.RunDir, where: rundir.StageDir, checkpoint: str, role: str, name: str) -> LoadedSide:
-    """Of several results of a task a larger sample is preferred, all items most of all."""
+    """Among several results of a task, a larger sample is preferred, and all items most of all."""
     asked = [paths for paths in where.evaluations() if paths.checkpoint == checkpoint and is_there(paths.result)]
     found: dict[str, SideEval] = {}
     unread: dict[str, str] = {}
@@ -148,7 +149,7 @@ def _open(run: rundir.RunDir, where: rundir.StageDir, checkpoint: str, role: str
 
 
 def expand_targets(targets: Sequence[str]) -> list[str]:
-    """Replaces every evaluation stage by its models; a pipeline with one evaluation stage stands for it."""
+    """Replaces every evaluation stage by its models. A pipeline with one evaluation stage means that stage."""
     expanded = []
     for target in targets:
         place = None if rundir.names_checkpoint(target) else rundir.find_run(Path(target))
@@ -176,7 +177,7 @@ def _stage_folders(pipeline: Path, kind: str) -> list[Path]:
 
 
 def predictions_of(sides: Sequence[LoadedSide]) -> tuple[Prediction, ...]:
-    """For sides that were trained; a quantity that no side has is left out."""
+    """Predictions of the trained sides; a quantity that no side has is left out."""
     found = [_figures(side) for side in sides]
     rows = []
     for quantity, unit in _UNITS.items():
@@ -187,8 +188,8 @@ def predictions_of(sides: Sequence[LoadedSide]) -> tuple[Prediction, ...]:
 
 
 def _figures(side: LoadedSide) -> dict[Quantity, tuple[float | None, float | None]]:
-    """Predicted and measured: of the training, and of the evaluation that took most memory. The time of a step is
-    the median, because the first step and steps held up by other programs are not typical."""
+    """Predicted and measured figures of the training, and of the evaluation that took most memory. The time of a step
+    is the median, because the first step and steps held up by other programs are not typical."""
     found: dict[Quantity, tuple[float | None, float | None]] = {}
     stage, plan = side.stage, side.plan
     forecast = plan.forecasts.get(stage.name) if plan is not None and stage is not None and side.is_trained else None

@@ -1,1 +1,1 @@
-"""User models: one Python file of the user behind the same protocol as models of transformers."""
+"""User models: one Python file of the user behind the same protocol as transformers models."""

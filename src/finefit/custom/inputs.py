@@ -1,4 +1,4 @@
-"""What a custom model is given: rows become its inputs, images reach it unchanged, and a rehearsal gives it blank rows.
+"""The inputs of a custom model: rows become its inputs, images reach it unchanged, and a rehearsal gives it blank rows.
 
 A twin of the model on the meta device makes the inputs, in any process, so they cannot depend on a weight.
 """
@@ -28,12 +28,12 @@ from finefit.spec.models import CustomModel, Lora, Model, Tuning
 from finefit.vision.family import Grid, ImageProcessor, ImageRows, Lengths, Pixels, TokenIds
 
 UNKNOWN_SIZE = (512, 512)
-"""Of an image of which nothing is known."""
+"""The size of an image of which nothing is known."""
 _TWINS: dict[str, CustomFamily] = {}
 
 
 def meta_twin(source: CustomSource) -> CustomFamily:
-    """Built once in a process."""
+    """Built once per process."""
     key = json.dumps(source.as_config(), sort_keys=True)
     if key not in _TWINS:
         _TWINS[key] = CustomFamily(build_custom(source, device="meta"), source)
@@ -42,7 +42,8 @@ def meta_twin(source: CustomSource) -> CustomFamily:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomCollate:
-    """Rows -> a batch, in any process. Its tokens serve for counting, as in any batch; the model gets its `extra`."""
+    """Makes a batch from rows, in any process. Its tokens serve for counting, as in any batch; the model gets its
+    `extra`."""
 
     source: CustomSource
     pad: int
@@ -71,7 +72,7 @@ def custom_extra(source: CustomSource, rows: Sequence[CustomRow]) -> Extra:
 
 
 def custom_on_meta(source: CustomSource, tuning: Tuning, dtype: torch.dtype, *, answers: bool) -> nn.Module:
-    """As training loads it, or, for `answers`, as an evaluation does."""
+    """The model as training loads it or, with `answers`, as an evaluation does."""
     with torch.device("meta"):
         model = cast_parameters(build_custom(source, device="meta"), dtype)
         if answers and not isinstance(tuning, Lora):
@@ -81,7 +82,7 @@ def custom_on_meta(source: CustomSource, tuning: Tuning, dtype: torch.dtype, *, 
 
 
 def blank_rows(count: int, *, tokens: int, supervised: int, sizes: Sequence[tuple[int, ...]] = ()) -> list[CustomRow]:
-    """Without content; the supervised tokens come last. `sizes`: width and height of the images."""
+    """Rows without content; the supervised tokens come last. `sizes` are the widths and heights of the images."""
     images = tuple(PIL.Image.new("RGB", (size[0], size[1])) for size in sizes)
     is_supervised = np.arange(tokens) >= tokens - supervised
     blank = np.zeros(tokens, np.int64)
@@ -91,14 +92,15 @@ def blank_rows(count: int, *, tokens: int, supervised: int, sizes: Sequence[tupl
 def blank_extra(
     source: CustomSource, *, rows: int, tokens: int, supervised: int, sizes: Sequence[tuple[int, ...]]
 ) -> Extra:
-    """On the meta device; never under fake tensors. Without `sizes` there are as many images as the model requires."""
+    """The inputs of blank rows, on the meta device and never under fake tensors. Without `sizes`, there are as many
+    images as the model requires."""
     sizes = sizes or [UNKNOWN_SIZE] * (meta_twin(source).views or 0)
     blank = blank_rows(rows, tokens=tokens, supervised=supervised, sizes=sizes)
     return custom_extra(source, blank).moved(lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
 def processor_opener(model: Model, base: Path, folder: Path, limits: ImageLimits) -> ProcessorFactory:
-    """`base`: the folder that the model's paths are relative to; `folder`: with its config and its processor."""
+    """`base` is the folder that the model's paths are relative to; `folder` contains its config and its processor."""
     if not isinstance(model, CustomModel):
         return ModelProcessor(folder, folder / "config.json", limits)
     if limits != ImageLimits():
@@ -109,10 +111,10 @@ def processor_opener(model: Model, base: Path, folder: Path, limits: ImageLimits
 
 @dataclass(frozen=True, slots=True)
 class CustomProcessorOpener:
-    """Builds the model without weights. A model that names neither `image_text` nor `views` takes no images."""
+    """Builds the model without weights. A model that defines neither `image_text` nor `views` takes no images."""
 
     config: str
-    """As JSON, since it must be hashable."""
+    """JSON text, since it must be hashable."""
 
     def __call__(self) -> ImageProcessor | None:
         source = custom_source_in(json.loads(self.config))
@@ -122,7 +124,7 @@ class CustomProcessorOpener:
 
 
 class RawImageGeometry:
-    """Images stay unchanged, and no token of the prompt stands for their features."""
+    """Images stay unchanged, and no token of the prompt represents their features."""
 
     image_token = -1
 

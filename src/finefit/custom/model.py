@@ -1,8 +1,8 @@
 """Custom models: one Python file of the user's with a function that builds a module from a config.
 
-docs/custom.md says what that module has. It is built on the meta device, where tensors have shapes and no values, for
-plans and for making inputs, and on the CPU with the run's seed for training and answers. Errors in the file are
-reported with its name and line.
+docs/custom.md describes what that module provides. It is built on the meta device, where tensors have shapes but no
+values, for plans and for making inputs, and on the CPU with the run's seed for training and answers. Errors in the file
+are reported with its name and line.
 """
 
 import hashlib
@@ -18,26 +18,27 @@ from types import ModuleType
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from finefit import bounded
+from finefit.artifacts.forecasts import LoadProof
 from finefit.artifacts.records import Levers
 from finefit.errors import FinefitError, ModelError, SpecError, is_out_of_memory
-from finefit.facts.files import WEIGHTS, first_words
-from finefit.model.adapter import load_adapter
+from finefit.facts.files import WEIGHTS, first_words, read_weight_file, reading_model
+from finefit.model.adapter import load_adapter, require_fitting_adapter
 from finefit.model.family import FAMILY, Watch, family_of, match_targets
-from finefit.model.load import adapter_to_load, device_here
+from finefit.model.load import adapter_to_load, device_here, make_trainable
 from finefit.model.resolve_model import CustomSource, custom_source, weight_files
 from finefit.model.saved_weights import FrozenWeights
 from finefit.objective.batch import Batch, CustomRow, Forward, Objective
 from finefit.objective.losses import custom_loss
-from finefit.spec.models import CustomModel, Lora, Tower
+from finefit.spec.models import CustomModel, Lora, Tower, Tuning
 from finefit.vision import is_inside
 
 Inputs = dict[str, Tensor]
-"""What the model is given of a batch, by names of its own."""
+"""What the model gets from a batch, under the model's own names."""
 T = TypeVar("T")
 _FIX = "fix the file; docs/custom.md describes what it must hold"
 _NO_VALUES = (
@@ -46,12 +47,12 @@ _NO_VALUES = (
 )
 _NO_GPU = "build and inputs run without a GPU: leave the device to torch, and finefit moves what has to be moved"
 _LANGUAGE_MODEL_LEVERS = ("keep_attention", "loss_chunk", "offload", "mlp_tiles", "packing", "kernels", "compile")
-"""Which act on parts of a language model that another model need not have."""
+"""Levers that act on parts of a language model, which another model need not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class CustomFamily:
-    """A `ModelFamily`: a module that a user's file built, with what it says of itself."""
+    """A `ModelFamily` for a module that a user's file built, from what the module says about itself."""
 
     module: nn.Module
     source: CustomSource
@@ -115,7 +116,7 @@ class CustomFamily:
         found: Inputs = self._called("inputs", rows)
         named = found.items() if isinstance(found, dict) else ()
         if not named or not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in named):
-            raise self.fault(f"has an inputs that gave {_brief(found)}; give a dict of tensors by name")
+            raise self.fault(f"has an inputs that returned {_brief(found)}; return a dict of tensors by name")
         for name, value in found.items():
             if value.device.type != "cpu":
                 where = f"is on {value.device}: make it on the CPU, without a GPU; finefit moves it"
@@ -128,12 +129,12 @@ class CustomFamily:
     def count(self, inputs: Inputs) -> int:
         count = self._called("count", inputs)
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            wanted = "give a whole number of at least 1, not a tensor"
-            raise self.fault(f"has a count that gave {_brief(count)} for a batch of rows; {wanted}")
+            wanted = "return a whole number of at least 1, not a tensor"
+            raise self.fault(f"has a count that returned {_brief(count)} for a batch of rows; {wanted}")
         return count
 
     def loss(self, inputs: Inputs) -> Tensor:
-        """The sum alone. Errors are not translated: the caller knows which of them are a lack of memory."""
+        """The sum only. Errors are not translated, because the caller knows which of them mean a lack of memory."""
         given = self.module.loss(inputs)  # type: ignore[operator]
         if isinstance(given, Mapping):
             total = given.get("loss")
@@ -142,15 +143,15 @@ class CustomFamily:
         else:
             total = given if isinstance(given, Tensor) else getattr(given, "loss", None)
         if not isinstance(total, Tensor):
-            wanted = "give a tensor, a tuple that begins with it, or a mapping with `loss`"
-            raise self.fault(f"has a loss that gave {_brief(given)}; {wanted}")
+            wanted = "return a tensor, a tuple that begins with it, or a mapping with `loss`"
+            raise self.fault(f"has a loss that returned {_brief(given)}; {wanted}")
         if total.ndim or not total.is_floating_point():
-            wanted = "give a scalar: the sum over what count counts"
+            wanted = "return a scalar: the sum over what count counts"
             raise self.fault(f"has a loss of shape {tuple(total.shape)} in {total.dtype}; {wanted}")
         return total
 
     def own_forward(self, autocast: AbstractContextManager[Any] | None, watch: Watch) -> Forward:
-        """Gives the sum of the model's loss, a scalar, and nothing else that the model returns."""
+        """Returns the sum of the model's loss, a scalar, and nothing else that the model returns."""
         context, loss = autocast or nullcontext(), watch(self.loss)
 
         def forward(batch: Batch) -> Tensor:
@@ -178,12 +179,12 @@ class CustomFamily:
             isinstance(row, list | tuple) and all(type(t) is int for t in row) for row in found
         )
         if not is_plain or len(found) != rows:
-            wanted = "give a list of token numbers for each of them"
-            raise self.fault(f"has a generate that gave {_brief(found)} for {rows} rows; {wanted}")
+            wanted = "return a list of token numbers for each of them"
+            raise self.fault(f"has a generate that returned {_brief(found)} for {rows} rows; {wanted}")
         return [list(row)[:max_new_tokens] for row in found]
 
     def save(self, folder: Path, whole: Mapping[str, Tensor] | None, frozen: FrozenWeights | None) -> None:  # noqa: ARG002
-        """model.safetensors, which `load_custom_weights` reads."""
+        """Writes the model.safetensors that `load_custom_weights` reads."""
         named = self.module.state_dict(keep_vars=True) if whole is None else whole
         first_names: dict[int, str] = {}
         for name, tensor in named.items():
@@ -205,13 +206,13 @@ def custom_family_of(model: nn.Module) -> CustomFamily | None:
 
 
 def build_custom(source: CustomSource, *, device: Literal["meta", "cpu"], seed: int = 0) -> nn.Module:
-    """On the CPU from `seed`; on the meta device nothing is drawn."""
+    """Builds the model on the CPU from `seed`; on the meta device nothing is drawn."""
     entry = _entry(source)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         module = _guarded(source.file, f"{source.entry}(config)", lambda: entry(dict(source.config)))
     if not isinstance(module, nn.Module):
-        raise _fault(source.file, f"has a {source.entry} that gave {_brief(module)}; give an nn.Module")
+        raise _fault(source.file, f"has a {source.entry} that returned {_brief(module)}; return an nn.Module")
     if problems := _problems(module):
         what = f"builds a {type(module).__name__} that cannot be trained: "
         raise _fault(source.file, what + "; ".join(problems))
@@ -226,7 +227,11 @@ def build_custom(source: CustomSource, *, device: Literal["meta", "cpu"], seed: 
 
 
 def _entry(source: CustomSource) -> Callable[[dict[str, Any]], Any]:
-    text = source.file.read_bytes()
+    try:
+        text = bounded.read_bytes(source.file, bounded.MAX_SOURCE_BYTES)
+    except OSError as error:
+        problem = f"model.file: {source.file.name} cannot be read: {error.strerror}"
+        raise ModelError(problem, "name the Python file that builds the model") from None
     if hashlib.sha256(text).hexdigest() != source.sha256:
         problem = f"model.file: {source.file.name} has changed while it was being used"
         raise ModelError(problem, "give the command again when nothing writes to it")
@@ -249,7 +254,7 @@ def _entry(source: CustomSource) -> Callable[[dict[str, Any]], Any]:
 
 
 def _problems(module: nn.Module) -> list[str]:
-    """All that is missing or wrong, at once."""
+    """Everything that is missing or wrong, at once."""
     found = []
     for name in ("inputs", "count", "loss"):
         call = getattr(module, name, None)
@@ -294,13 +299,28 @@ def _unknown_names(module: nn.Module, member: str, names: Sequence[Any]) -> list
 def load_custom(
     model: CustomModel, base: Path, *, device: str, dtype: torch.dtype, seed: int, checkpoint: Path | None = None
 ) -> nn.Module:
-    """With the weights of a checkpoint in place of those that the model starts from. Parameters in `dtype`; buffers
-    stay as the file makes them. `base`: the folder that the model's paths are relative to."""
+    """Loads the weights of a checkpoint in place of the model's starting weights. Parameters are in `dtype`; buffers
+    stay as the file makes them. `base` is the folder that the model's paths are relative to."""
     weights = checkpoint if checkpoint is not None else None if model.weights is None else base / model.weights
     module = build_custom(custom_source(model, base), device="cpu", seed=seed)
     if weights is not None:
         load_custom_weights(module, weights)
     return cast_parameters(module, dtype).to(device_here(device))
+
+
+def prove_custom_loadable(model: CustomModel, tuning: Tuning | None, base: Path) -> LoadProof:
+    """Raises what a worker would of the weights and of an adapter that training continues from, by their headers.
+    `base`: the folder that their paths are relative to."""
+    module, stored = build_custom(custom_source(model, base), device="meta"), {}
+    if model.weights is not None:
+        files = [read_weight_file(path) for path in weight_files(base / model.weights)]
+        stored = {name: tensor.shape for file in files for name, tensor in file.tensors.items()}
+        require_same_tensors(module, stored, base / model.weights)
+    if isinstance(tuning, Lora) and tuning.adapter is not None:
+        with torch.device("meta"):
+            adapted = make_trainable(module, tuning, name=model.file)
+        require_fitting_adapter(adapted, base / tuning.adapter)
+    return LoadProof(num_tensors=len(stored))
 
 
 def load_custom_for_answers(
@@ -313,7 +333,7 @@ def load_custom_for_answers(
     seed: int,
     start: Path | None = None,
 ) -> nn.Module:
-    """As `model.load.load_for_answers`. `seed`: of the run that trained the model."""
+    """The counterpart of `model.load.load_for_answers`. `seed` is that of the run that trained the model."""
     adapter = adapter_to_load(checkpoint, start)
     whole = checkpoint if adapter is None else None
     module = load_custom(model, base, device=device, dtype=dtype, seed=seed, checkpoint=whole)
@@ -328,25 +348,28 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def load_custom_weights(module: nn.Module, weights: Path) -> None:
-    """Every tensor by its name and in its shape; a tied one is stored under one of its names."""
+    """Requires every tensor by name and shape; a tied tensor is stored under one of its names."""
     stored: dict[str, Tensor] = {}
     for path in weight_files(weights):
-        try:
+        with reading_model(f"model.weights: {path}", "name a safetensors file or a folder of them"):
             stored |= load_file(path)
-        except (SafetensorError, OSError) as error:
-            problem = f"model.weights: {path} cannot be read: {error}"
-            raise ModelError(problem, "name a safetensors file or a folder of them") from None
+    require_same_tensors(module, {name: tuple(value.shape) for name, value in stored.items()}, weights)
+    wanted = module.state_dict(keep_vars=True)
+    for name, value in stored.items():
+        wanted[name].detach().copy_(value)
+
+
+def require_same_tensors(module: nn.Module, stored: Mapping[str, tuple[int, ...]], weights: Path) -> None:
+    """By name and shape, so the module may be on the meta device."""
     wanted = module.state_dict(keep_vars=True)
     if unknown := sorted(name for name in stored if name not in wanted):
         problem = f"model.weights: {weights.name} holds {', '.join(unknown[:3])}, which the model does not have"
         raise ModelError(problem, _FIX)
-    taken: set[int] = set()
-    for name, value in stored.items():
-        if value.shape != wanted[name].shape:
-            shapes = f"{tuple(value.shape)} there and {tuple(wanted[name].shape)} in the model"
+    for name, shape in stored.items():
+        if shape != tuple(wanted[name].shape):
+            shapes = f"{shape} there and {tuple(wanted[name].shape)} in the model"
             raise ModelError(f"model.weights: {name} is {shapes}", _FIX)
-        wanted[name].detach().copy_(value)
-        taken.add(id(wanted[name]))
+    taken = {id(wanted[name]) for name in stored}
     if missing := sorted(name for name, tensor in wanted.items() if id(tensor) not in taken):
         problem = f"model.weights: {weights.name} lacks {', '.join(missing[:3])}"
         raise ModelError(problem, "name weights that this model was saved with")

@@ -1,20 +1,22 @@
-"""The rows of a record, once it is known which column plays which part: one function per way of putting a row
-together. Conversations come from lists of messages: `role`/`content` with tool calls, reasoning and parts (OpenAI's, or
-LLaMA-Factory's `type`/`value`), or ShareGPT's `from`/`value`. A field of a message that a row has no place for is an
-error if it carries content or decides what is trained on; otherwise it is reported as not used."""
+"""Builds rows from a record once the role of each column is known, with one function per row layout. Conversations come
+from lists of messages: `role`/`content` with tool calls, reasoning and parts (OpenAI's, or LLaMA-Factory's
+`type`/`value`), or ShareGPT's `from`/`value`. A message field that a row cannot store is an error if it carries content
+or decides what is trained on; otherwise it is reported as not used."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, get_args
 
+from finefit import bounded
 from finefit.data import columns
 from finefit.data.columns import Column, RecordError, Value, filled, is_given, shown, text
 from finefit.data.records import DataRecord
 from finefit.data.rows import IMAGE_PLACEHOLDER, BadRow, Image, Message, Role, Row, ToolCall
 
 Parts = Mapping[str, Column]
-"""By part: prompt, input, history, context, system, answer, references, messages, chosen, label, text, images..."""
+"""Maps a part to its column: prompt, input, history, context, system, answer, references, messages, chosen, label,
+text, images..."""
 Assemble = Callable[[Parts, DataRecord], list[Row | BadRow]]
 
 _QUESTION = {name: Column(name, (name,)) for name in ("context", "prompt", "answer")}
@@ -40,16 +42,16 @@ _CONTENT_FIELDS: Final = frozenset(
     | {"tool_call_id", "tool_responses", "content", "value", "image", "images", "audio", "audios", "video", "file"}
     | {"videos", "files", "attachments", "documents"}
 )
-"""Fields of a message that must not be lost; all others are its metadata."""
+"""Message fields that must not be lost; all other fields are metadata."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     messages: tuple[Message, ...]
     images: tuple[Image, ...] = ()
-    """Inside the messages themselves."""
+    """Images that the messages themselves contain."""
     num_image_parts: int = 0
-    """Places for images; the images may be in a column of their own."""
+    """Number of image placeholders; the images may be in a column of their own."""
 
     @staticmethod
     def of(parts: "Iterable[Conversation]") -> "Conversation":
@@ -77,7 +79,8 @@ def question(parts: Parts, record: DataRecord) -> list[Row | BadRow]:
 
 
 def pair(parts: Parts, record: DataRecord) -> list[Row | BadRow]:
-    """The prompt is a column's, or else the messages that both endings begin with."""
+    """The prompt comes from its column if there is one, otherwise from the messages that both answers share at the
+    start."""
     chosen, rejected = (_ending(parts[name].value(record.value), parts[name].name) for name in ("chosen", "rejected"))
     if chosen.messages == rejected.messages:
         raise RecordError(f"{parts['chosen'].name} and {parts['rejected'].name} are equal")
@@ -89,7 +92,7 @@ def pair(parts: Parts, record: DataRecord) -> list[Row | BadRow]:
     other = rejected.messages[num_inside:]
     for name, ending in (("chosen", chosen.messages), ("rejected", other)):
         if not ending or ending[0].role != "assistant":
-            raise RecordError(f"{parts[name].name} does not go on from the prompt with an answer")
+            raise RecordError(f"{parts[name].name} does not continue the prompt with an answer")
         check_answered((*asked.messages, *ending))
     row = _row(parts, record, Conversation.of((asked, chosen)), num_given=len(asked.messages))
     return [replace(row, rejected=other)]
@@ -101,7 +104,7 @@ def plain_text(parts: Parts, record: DataRecord) -> list[Row | BadRow]:
 
 
 def several_questions(parts: Parts, record: DataRecord) -> list[Row | BadRow]:
-    """Parallel lists of questions and answers: a row for each pair."""
+    """Parallel lists of questions and answers give one row per pair."""
     prompt, answer = parts["prompt"], parts["answer"]
     asked, answered = _entries(prompt, record.value), _entries(answer, record.value)
     if len(asked) != len(answered):
@@ -111,7 +114,7 @@ def several_questions(parts: Parts, record: DataRecord) -> list[Row | BadRow]:
 
 
 def meeting(parts: Parts, record: DataRecord) -> list[Row | BadRow]:
-    """QMSum: a meeting, and queries about it."""
+    """A QMSum record: a meeting transcript and queries about it."""
     turns: list[str] = []
     for at, entry in enumerate(_entries(parts["context"], record.value)):
         place = f"{parts['context'].name}[{at}]"
@@ -156,7 +159,7 @@ def _question_row(parts: Parts, record: DataRecord) -> Row:
     else:
         best, votes = columns.answers(answer, column.name)
         ending = Conversation((Message("assistant", best),))
-    # All of a prompt is given; but the answers of a history are answers like the last one.
+    # The whole prompt is given, but answers in a history are trained on like the last one.
     num_given = len(asked.messages)
     if "history" in parts:
         num_given = next((at for at, message in enumerate(asked.messages) if message.role == "assistant"), num_given)
@@ -190,12 +193,12 @@ def _row(parts: Parts, record: DataRecord, talk: Conversation, *, num_given: int
 
 
 def _asked(parts: Parts, value: Value) -> Conversation:
-    """What comes before the answer."""
+    """Returns all messages before the answer."""
     prompt = parts["prompt"].value(value) if "prompt" in parts else None
     if is_conversation(prompt):
         beside = [parts[name] for name in ("context", "input", "history") if name in parts]
         if lost := [column.name for column in beside if is_given(column.get(value))]:
-            raise RecordError(f"{parts['prompt'].name} is a list of messages, in which {', '.join(lost)} has no place")
+            raise RecordError(f"{parts['prompt'].name} is a list of messages, which cannot hold {', '.join(lost)}")
         return _with_system(parts, value, conversation(prompt, parts["prompt"].name))
     messages: list[Message] = []
     for at, turn in enumerate(_entries(parts["history"], value) if "history" in parts else []):
@@ -222,7 +225,7 @@ def _optional(parts: Parts, name: str, value: Value) -> str:
 
 
 def _with_system(parts: Parts, value: Value, talk: Conversation) -> Conversation:
-    """With the text of the system column in front."""
+    """Prepends the system column's text as a system message."""
     system = _optional(parts, "system", value)
     if not system.strip() or talk.messages[0] == Message("system", system):
         return talk
@@ -238,7 +241,7 @@ def _ending(value: object, place: str) -> Conversation:
 
 
 def _num_inside(asked: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    """The number of messages at the start of both endings that are the prompt itself."""
+    """Returns how many leading messages of both answers belong to the prompt."""
     if asked:
         return len(asked) if list(chosen[: len(asked)]) == list(rejected[: len(asked)]) == list(asked) else 0
     both = enumerate(zip(chosen, rejected, strict=False))
@@ -246,7 +249,8 @@ def _num_inside(asked: Sequence[Message], chosen: Sequence[Message], rejected: S
 
 
 def _images(parts: Parts, value: Value, talk: Conversation) -> tuple[Image, ...]:
-    """A question needs its image, or an empty list that says it has none; a conversation as many as placeholders."""
+    """A question needs its image, or an empty list that says it has none; a conversation needs one image per
+    placeholder."""
     found = parts["images"].get(value) if "images" in parts else None
     if "images" in parts and not is_given(found) and found != [] and "messages" not in parts:
         raise RecordError(f"has no {parts['images'].name}")
@@ -262,17 +266,17 @@ def _images(parts: Parts, value: Value, talk: Conversation) -> tuple[Image, ...]
 
 
 def conversation(value: object, place: str) -> Conversation:
-    """A list of messages, or a single one."""
+    """Parses a list of messages, or a single one."""
     if isinstance(value, dict):
         return _message(value, place)
     if not isinstance(value, list) or not value:
         raise RecordError(f"{place} is {shown(value)}, not a list of messages")
     whole = Conversation.of(_message(entry, f"{place}[{at}]") for at, entry in enumerate(value))
-    # rows keep no ids, so only the order tells which call a result belongs to
+    # rows keep no ids, so only the order shows which call a result belongs to
     called = [call.get("id") for entry in value for call in entry.get("tool_calls") or () if isinstance(call, dict)]
     answered = [entry.get("tool_call_id") for entry in value if is_given(entry.get("tool_call_id"))]
     if any(map(is_given, called)) and answered != called[: len(answered)]:
-        raise RecordError(f"{place} has tool results that do not come in the order of the calls")
+        raise RecordError(f"{place} has tool results that are not in the order of the calls")
     return whole
 
 
@@ -284,7 +288,7 @@ def _message(entry: object, place: str) -> Conversation:
         parts = _content("" if calls and entry.get("content") is None else entry.get("content"), f"{place}.content")
         (content,) = parts.messages
         if (content.reasoning or content.tool_calls) and not is_answer:
-            raise RecordError(f"{place} has reasoning or a tool call, and only an assistant has these")
+            raise RecordError(f"{place} has reasoning or a tool call, which only an assistant may have")
         names = [name for name in _REASONING if is_answer and is_given(entry.get(name))]
         reasonings = {name: text(entry[name], f"{place}.{name}") for name in names}
         reasonings |= {"content": content.reasoning} if content.reasoning else {}
@@ -306,14 +310,14 @@ def _message(entry: object, place: str) -> Conversation:
 
 
 def _role(entry: dict[str, Any], key: Literal["role", "from"], place: str) -> Role:
-    """The role of a message that loses none of its fields."""
+    """Returns the role, and raises an error if a field of the message would be lost."""
     roles = _ROLES if key == "role" else _SPEAKERS
     if not isinstance(entry[key], str) or entry[key] not in roles:
         raise RecordError(f"{place} has the role {shown(entry[key])}; known are {', '.join(roles)}")
     role = roles[entry[key]]
     known = _FIELDS[role] if key == "role" else _SHAREGPT_FIELDS
     lost = {name: entry[name] for name in entry if name in _CONTENT_FIELDS - known and is_given(entry[name])}
-    for name in _WEIGHTS:  # one that asks for the default is not lost: answers are supervised, everything else is not
+    for name in _WEIGHTS:  # a weight equal to the default is not lost: only answers are supervised
         if isinstance(lost.get(name), bool | int | float) and lost[name] == (role == "assistant"):
             del lost[name]
     if lost:
@@ -334,7 +338,7 @@ def check_answered(messages: Sequence[Message]) -> None:
 
 
 def tools(value: object, place: str) -> str:
-    """A list of tools, or its JSON, as a JSON list; empty where there are none."""
+    """Returns the tools as a JSON list, given a list or its JSON; empty if there are no tools."""
     if not is_given(value):
         return ""
     found = _loaded(value, place) if isinstance(value, str) else value
@@ -344,7 +348,7 @@ def tools(value: object, place: str) -> str:
 
 
 def metadata(value: object) -> set[str]:
-    """Fields of messages that mean nothing to a model, such as a language or a time."""
+    """Returns the message fields that mean nothing to a model, such as a language or a time."""
     entries = [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
     known = _CONTENT_FIELDS | _SHAREGPT_FIELDS | frozenset().union(*_FIELDS.values())
     given = {name for entry in entries for name in entry if isinstance(name, str) and is_given(entry[name])}
@@ -352,8 +356,8 @@ def metadata(value: object) -> set[str]:
 
 
 def _content(value: object, place: str) -> Conversation:
-    """Text, or parts of text and images; an image leaves a placeholder in the text. LLaMA-Factory's parts may also be
-    reasoning and tool calls."""
+    """Parses text, or parts of text and images; each image leaves a placeholder in the text. LLaMA-Factory's parts may
+    also be reasoning and tool calls."""
     if not isinstance(value, list):
         return Conversation((Message("user", text(value, place)),))
     words: list[str] = []
@@ -373,7 +377,7 @@ def _content(value: object, place: str) -> Conversation:
             calls += _tool_calls([call], f"{place}[{at}].value")
         elif kind in ("image", "image_url"):
             words.append(IMAGE_PLACEHOLDER)
-            # a part without a value only marks the place of an image that a column holds
+            # a part without a value only marks where an image from the column belongs
             keys = ("image", "image_url", "bytes", "path", "url", "value")
             held = [part[name] for name in keys if is_given(part.get(name))]
             found += [columns.image(entry, f"{place}[{at}]") for entry in held[:1]]
@@ -384,7 +388,7 @@ def _content(value: object, place: str) -> Conversation:
 
 
 def _tool_calls(value: object, place: str) -> tuple[ToolCall, ...]:
-    """Each is OpenAI's {"type": "function", "function": {...}}, or the function's name and arguments alone."""
+    """Each call is OpenAI's {"type": "function", "function": {...}}, or just the function's name and arguments."""
     if not is_given(value):
         return ()
     if not isinstance(value, list):
@@ -405,8 +409,8 @@ def _tool_calls(value: object, place: str) -> tuple[ToolCall, ...]:
 
 def _loaded(value: str, place: str) -> object:
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
+        return bounded.parse_json(value)
+    except ValueError as error:
         raise RecordError(f"{place} is not JSON: {error}") from None
 
 
@@ -418,7 +422,7 @@ def _json(value: object, place: str) -> str:
 
 
 def _without_nulls(value: object) -> object:
-    """Parquet gives every object the keys of all the others, null where it had none."""
+    """Parquet gives every object the keys of all others, with null where a key was absent."""
     if isinstance(value, dict):
         return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value

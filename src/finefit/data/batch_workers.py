@@ -1,10 +1,9 @@
-"""`python -m finefit.data.batch_workers PARENT`: processes that make batches, for data whose images take long to
-decode. They see no GPU: CUDA is hidden from them before torch is imported, and code that asks for it fails. They end
-with PARENT, which started them.
+"""`python -m finefit.data.batch_workers PARENT`: worker processes that make batches, for data whose images take long to
+decode. They see no GPU: CUDA is hidden from them before torch is imported, and code that requests a GPU fails. They end
+when PARENT, which started them, ends.
 
-A call with its arguments goes in on standard input, its result comes back on standard output. Which worker makes a
-batch does not change it.
-"""
+A call with its arguments arrives on standard input, and its result is returned on standard output. A batch does not
+depend on which worker makes it."""
 
 import os
 import pickle
@@ -23,15 +22,15 @@ import psutil
 
 from finefit import errors
 from finefit.artifacts.processes import end_with_parent
-from finefit.errors import FinefitError, ModelError, WorkerDied
+from finefit.errors import FinefitError, ModelError, WorkerDied, first_line
 from finefit.facts.machine import count_cores
 
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Several workers share the cores with the process that trains, so each takes one."""
+"""Several workers share the cores with the training process, so each uses one thread."""
 
 
 def num_workers(num_ranks: int) -> int:
-    """For one rank; its neighbours have as many."""
+    """Workers of one rank; every rank on this machine has as many."""
     return max(1, min(8, count_cores() // num_ranks))
 
 
@@ -49,11 +48,11 @@ class BatchWorkers:
         return self._threads.submit(self._result, pickle.dumps((call, args)))
 
     def _result(self, request: bytes) -> Any:
-        """From the process of this thread."""
+        """The process of this thread makes the result."""
         if not hasattr(self._own, "process"):
             with self._lock:
                 if self._is_closed:
-                    raise FinefitError("a batch was asked of processes that have ended")
+                    raise FinefitError("a batch was requested from workers that have ended")
                 command = [sys.executable, "-P", "-m", "finefit.data.batch_workers", str(os.getpid())]
                 pipe, environment = subprocess.PIPE, os.environ | _ONE_THREAD | {"CUDA_VISIBLE_DEVICES": ""}
                 self._own.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
@@ -64,7 +63,7 @@ class BatchWorkers:
         try:
             _write(process.stdin, request)
             answer = _read(process.stdout)
-        except (OSError, ValueError):  # its end is closed, or ours
+        except (OSError, ValueError):  # one end of the pipe is closed
             answer = None
         if answer is None:
             code, free = process.wait(), psutil.virtual_memory().available / 2**30
@@ -72,7 +71,7 @@ class BatchWorkers:
             raise WorkerDied(
                 f"a process that makes micro-batches {how}; {free:.1f} GiB of host memory are free now",
                 "look for a lack of host memory (dmesg), close other programs, and give the same command again, which "
-                "goes on from the last checkpoint",
+                "resumes from the last checkpoint",
             )
         found = pickle.loads(answer)  # from our own process, over a pipe that nobody else holds
         if isinstance(found, Exception):
@@ -83,7 +82,7 @@ class BatchWorkers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Workers hold nothing that could be lost."""
+        """Workers hold nothing that could be lost, so they are killed."""
         with self._lock:
             self._is_closed = True
         for process in self._started:
@@ -92,17 +91,17 @@ class BatchWorkers:
         for process in self._started:
             process.wait()
             for pipe in filter(None, (process.stdin, process.stdout)):
-                with suppress(BrokenPipeError):  # what was still to be written is no longer wanted
+                with suppress(BrokenPipeError):  # unsent data is no longer needed
                     pipe.close()
 
 
 def _write(pipe: IO[bytes], content: bytes) -> None:
-    pickle.dump(content, pipe)  # it says how long the content is, whatever that holds
+    pickle.dump(content, pipe)  # pickle stores the length, so the content may be anything
     pipe.flush()
 
 
 def _read(pipe: IO[bytes]) -> bytes | None:
-    """None where the other side has ended."""
+    """Returns None if the other side has ended."""
     try:
         content: bytes = pickle.load(pipe)
         return content
@@ -111,7 +110,7 @@ def _read(pipe: IO[bytes]) -> bytes | None:
 
 
 def _answer(request: bytes) -> object:
-    """What the call returns, or the error that is raised where the batch was asked for."""
+    """Returns the call's result, or the error to raise in the process that requested the batch."""
     try:
         call, args = pickle.loads(request)
         return call(*args)
@@ -120,13 +119,13 @@ def _answer(request: bytes) -> object:
         return kind(error.problem, error.remedy)
     except MemoryError as error:
         return MemoryError(str(error))
-    except Exception as error:  # noqa: BLE001 whatever it is, it is raised there
+    except Exception as error:  # noqa: BLE001 any error is raised again in the parent
         # torch's message when code asks for a GPU and there is none
         if isinstance(error, RuntimeError | AssertionError) and re.search("CUDA|NVIDIA|accelerator", str(error)):
             frames = traceback.extract_tb(error.__traceback__)
             own = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.filename]
             where = f"{own[-1].filename}:{own[-1].lineno}" if own else "in torch"
-            what = f"was asked for a GPU, and has none: {where}: {str(error).splitlines()[0]}"
+            what = f"requested a GPU but has none: {where}: {first_line(error)}"
             remedy = "make batches on the CPU: the step moves them to the GPU"
             return ModelError(f"a process that makes micro-batches {what}", remedy)
         problem = f"a process that makes micro-batches failed:\n{traceback.format_exc()}"
@@ -139,7 +138,7 @@ def main() -> None:
         # it ends with its parent or is killed by it; a signal to the whole group is for the parent
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what is called here may print, and must not be taken for an answer
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # called code may print, and its output must not be read as a result
     os.dup2(2, 1)
     while (request := _read(requests)) is not None:
         try:
@@ -149,7 +148,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # under its own name, so that both sides mean the same types
+    # import it under its own name, so that both sides pickle the same types
     from finefit.data import batch_workers
 
     batch_workers.main()

@@ -23,12 +23,13 @@ LoadImage = Callable[[ImageRef], ImageInput]
 
 
 def lengths_of(rows: Sequence[TrainRow]) -> NDArray[Any]:
-    """Those of pairs have a column for each side."""
+    """For pairs the array has a column for each side."""
     return _counted(rows, "lengths", lambda e: len(e.tokens))
 
 
 def supervised_counts_of(rows: Sequence[TrainRow]) -> NDArray[Any]:
-    """Without first tokens, which nothing predicts. Those of pairs have a column for each side."""
+    """The first token of a sequence is not counted, because nothing predicts it. For pairs the array has a column for
+    each side."""
     return _counted(rows, "supervised_counts", lambda e: sum(e.supervised[1:]))
 
 
@@ -37,7 +38,7 @@ def images_of(row: TrainRow) -> tuple[ImageRef, ...]:
 
 
 def _counted(rows: Sequence[TrainRow], name: str, count: Callable[[Example], int]) -> NDArray[Any]:
-    """`name`: under which stored rows know it without being read."""
+    """`name`: the attribute under which stored rows keep the count, so that they need not be read."""
     if hasattr(rows, name):
         return np.asarray(getattr(rows, name))
     counts = [[count(r.chosen), count(r.rejected)] if isinstance(r, Pair) else count(r) for r in rows]
@@ -45,12 +46,12 @@ def _counted(rows: Sequence[TrainRow], name: str, count: Callable[[Example], int
 
 
 def largest_row(rows: Sequence[TrainRow]) -> TrainRow:
-    """As long, with as many supervised tokens and pixels as any row: what the plan predicts memory for."""
+    """A row with the maximum length, supervised tokens and pixels of all rows; the plan predicts memory for it."""
     lengths = longest_sides(lengths_of(rows))
     num_values = getattr(rows, "num_values", None)
     if num_values is None:
         num_values = np.array([sum(ref.num_values for ref in images_of(row)) for row in rows], np.int64)
-    found = rows[int(np.lexsort((lengths, num_values))[-1])]  # of those with the most pixels, the longest
+    found = rows[int(np.lexsort((lengths, num_values))[-1])]  # the longest of the rows with the most pixels
     longest, supervised = int(lengths.max()), int(supervised_counts_of(rows).max())
     if isinstance(found, Example):
         return _stretched(found, longest, supervised)
@@ -59,7 +60,7 @@ def largest_row(rows: Sequence[TrainRow]) -> TrainRow:
 
 
 def _stretched(example: Example, length: int, supervised: int) -> Example:
-    """Lengthened by repeating its last token; supervised at the end."""
+    """Lengthens the example by repeating its last token, and supervises its last `supervised` tokens."""
     tokens = (*example.tokens, *example.tokens[-1:] * (length - len(example.tokens)))
     return Example(tokens, tuple(at >= length - supervised for at in range(length)), example.images)
 
@@ -67,7 +68,8 @@ def _stretched(example: Example, length: int, supervised: int) -> Example:
 def collate(
     rows: Sequence[TrainRow], *, pad: int, geometry: ImageGeometry | None = None, load: LoadImage | None = None
 ) -> Batch:
-    """Padded on the right. `geometry`: of a vision-language model; `load` gives the pixels of an image."""
+    """Rows are padded on the right. `geometry`: that of a vision-language model; `load` gives the pixels of an
+    image."""
     examples, paired = _sequences(rows)
     lengths = [len(e.tokens) for e in examples]
     width = max(lengths)
@@ -81,7 +83,7 @@ def collate(
 def _extra(
     examples: Sequence[Example], input_ids: NDArray[np.int64], geometry: ImageGeometry, load: LoadImage | None
 ) -> Extra:
-    """An image that several rows have is decoded once."""
+    """An image that several rows share is decoded once."""
     distinct = dict.fromkeys(ref for example in examples for ref in example.images)
     assert load is not None or not distinct, "rows with images need a loader"
     loaded = {} if load is None else {ref: load(ref) for ref in distinct}
@@ -95,7 +97,7 @@ def _extra(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collator:
-    """Collates rows in whatever process it is sent to."""
+    """Collates rows in any process; it can be pickled."""
 
     pad: int
     processor_factory: ProcessorFactory | None = None
@@ -108,7 +110,7 @@ class Collator:
 
 
 def pack(rows: Sequence[TrainRow]) -> Batch:
-    """One after the other, without padding."""
+    """Concatenates the rows without padding."""
     examples, paired = _sequences(rows)
     lengths = [len(e.tokens) for e in examples]
     boundaries = np.cumsum([0, *lengths])
@@ -122,7 +124,7 @@ def pack(rows: Sequence[TrainRow]) -> Batch:
 
 
 def _sequences(rows: Sequence[TrainRow]) -> tuple[list[Example], Paired | None]:
-    """For pairs first all preferred sides, then the others."""
+    """For pairs, all preferred sides come first, then the rejected ones."""
     pairs = [row for row in rows if isinstance(row, Pair)]
     if not pairs:
         return [row for row in rows if isinstance(row, Example)], None
@@ -161,15 +163,6 @@ def _tensor(values: NDArray[Any]) -> Tensor:
     return torch.from_numpy(values.astype(np.int64, copy=False))
 
 
-def micro_batches(
-    rows: Sequence[TrainRow], *, micro_batch: int, pad: int, capacity: Capacity | None = None
-) -> list[Batch]:
-    """Of text. Packed where a capacity is given; else grouped by length."""
-    if capacity is None:
-        return [collate([rows[row] for row in group], pad=pad) for group in grouped(lengths_of(rows), micro_batch)]
-    return [pack([rows[row] for row in group]) for group in packs_of(rows, capacity)]
-
-
 def packs_of(rows: Sequence[TrainRow], capacity: Capacity) -> list[list[int]]:
     return best_fit(
         both_sides(lengths_of(rows)),
@@ -181,6 +174,6 @@ def packs_of(rows: Sequence[TrainRow], capacity: Capacity) -> list[list[int]]:
 
 
 def grouped(lengths: NDArray[Any], micro_batch: int) -> list[list[int]]:
-    """Rows of similar length together; the longest come first, so that what does not fit is known at once."""
+    """Groups rows of similar length. The longest come first, so that running out of memory shows at once."""
     order = np.argsort(-longest_sides(lengths), kind="stable").tolist()
     return [order[at : at + micro_batch] for at in range(0, len(order), micro_batch)]

@@ -1,5 +1,5 @@
 """Values of records: what a cell may hold (text, several answers, images, a verdict), and where it is found: in a
-column, deeper in one, or in a text that names several in braces. Anything else is a RecordError."""
+column, in a nested field, or in a text that names several columns in braces. Anything else is a RecordError."""
 
 import base64
 import difflib
@@ -20,7 +20,7 @@ from finefit.errors import DataError
 Value = dict[str, Any]
 """The fields of a record by name."""
 
-# names as `plain` gives them
+# names as normalised by `plain`
 PROMPTS: Final = frozenset({"question", "query", "problem", "instruction", "input", "prompt"})
 CONTEXTS: Final = frozenset({"context", "contexts", "passage", "document", "article", "dialogue", "transcript"})
 
@@ -44,7 +44,7 @@ def shown(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Half a character, which JSON can escape, breaks every print."""
+    """Escapes lone surrogates, which JSON can contain but which no stream can print."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -53,9 +53,9 @@ def text(value: object, place: str) -> str:
         raise RecordError(f"{place} is {shown(value)}, not text")
     try:
         value.encode()
-    except UnicodeEncodeError as error:  # JSON can escape what UTF-8 cannot hold
+    except UnicodeEncodeError as error:  # JSON can escape characters that UTF-8 cannot encode
         half = f"\\u{ord(value[error.start]):04x}"
-        raise RecordError(f"{place} holds half a character, {half}, which no tokenizer takes") from None
+        raise RecordError(f"{place} holds half a character, {half}, which no tokenizer accepts") from None
     return value
 
 
@@ -67,27 +67,27 @@ def filled(value: object, place: str) -> str:
 
 
 def scalar(value: object, place: str) -> str:
-    """Text, or a number or boolean as JSON writes it."""
+    """Accepts text, and numbers and booleans as JSON writes them."""
     if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return json.dumps(value)
     return text(value, place)
 
 
 def passages(value: object, place: str) -> str:
-    """Text, or a list of texts with blank lines between them."""
+    """Accepts text, or a list of texts, which are joined by blank lines."""
     if isinstance(value, list):
         return "\n\n".join(scalar(entry, f"{place}[{at}]") for at, entry in enumerate(value))
     return scalar(value, place)
 
 
 def inserted(value: object, place: str) -> str:
-    """What replaces a name in braces: passages, or labelled choices with a line for each."""
+    """Returns the text that replaces a name in braces: passages, or labelled choices with one per line."""
     labels: list[object] = []
     texts: list[object] = []
     if isinstance(value, dict) and value.keys() == {"label", "text"} and {*map(type, value.values())} == {list}:
         labels, texts = value["label"], value["text"]  # as ARC has it
     elif isinstance(value, dict):
-        given = {label: entry for label, entry in value.items() if entry is not None}  # tables fill in others' labels
+        given = {label: entry for label, entry in value.items() if entry is not None}  # tables add others' labels
         if len(given) > 1 and all(len(str(label)) == 1 and str(label).isalnum() for label in given):
             labels, texts = list(given), list(given.values())
     if len(labels) != len(texts):
@@ -99,7 +99,8 @@ def inserted(value: object, place: str) -> str:
 
 
 def answers(value: object, place: str) -> tuple[str, dict[str, int]]:
-    """The answer to train on (of a list the most frequent, the first of equals), and how often a list has each."""
+    """Returns the answer to train on (the most frequent of a list, the first of equals), and how often a list holds
+    each."""
     if isinstance(value, dict) and "text" in value:  # SQuAD keeps a list of texts beside a list of positions
         value, place = value["text"], f"{place}.text"
     if not isinstance(value, list):
@@ -113,7 +114,7 @@ def answers(value: object, place: str) -> tuple[str, dict[str, int]]:
 
 
 def several(value: object, place: str) -> tuple[str, ...]:
-    """A list of texts, or one text with semicolons between them (TruthfulQA's CSV)."""
+    """Accepts a list of texts, or one text with semicolons between them (TruthfulQA's CSV)."""
     if isinstance(value, str):
         return tuple(part.strip() for part in text(value, place).split(";") if part.strip())
     if not isinstance(value, list):
@@ -121,11 +122,22 @@ def several(value: object, place: str) -> tuple[str, ...]:
     return tuple(text(entry, f"{place}[{at}]") for at, entry in enumerate(value))
 
 
+VERDICTS: Final = (
+    ("true", "false"),
+    ("1", "0"),
+    ("1", "-1"),
+    ("good", "bad"),
+    ("desirable", "undesirable"),
+    ("chosen", "rejected"),
+)
+"""The (good, bad) spellings that data sets use to judge an answer."""
+
+
 def verdict(value: object, place: str) -> bool:
-    found = {"true": True, "false": False, "1": True, "0": False}.get(scalar(value, place).strip().lower())
-    if found is None:
+    written = scalar(value, place).strip().lower().removesuffix(".0")
+    if all(written not in pair for pair in VERDICTS):
         raise RecordError(f"{place} is {shown(value)}, neither true nor false")
-    return found
+    return any(written == good for good, _ in VERDICTS)
 
 
 def images(value: object, place: str) -> tuple[Image, ...]:
@@ -135,7 +147,7 @@ def images(value: object, place: str) -> tuple[Image, ...]:
 
 
 def image(value: object, place: str) -> Image:
-    """A path is kept as it is; nothing is downloaded."""
+    """A path is stored unchanged; nothing is downloaded."""
     held = held_image(value)
     if isinstance(held, bytes):
         return Image(data=held)
@@ -152,7 +164,7 @@ def image(value: object, place: str) -> Image:
 
 
 def held_image(value: object) -> str | bytes | None:
-    """A path or bytes; an id, a URL or the printed form of an object is neither."""
+    """Returns a path or bytes; None for an id, a URL or the printed form of an object."""
     if isinstance(value, dict):
         value = next((value[key] for key in ("bytes", "path", "url") if is_given(value.get(key))), None)
     if isinstance(value, bytes):
@@ -162,15 +174,35 @@ def held_image(value: object) -> str | bytes | None:
     return None if value.startswith("<") and value.endswith(">") else value
 
 
+_RECORDINGS: Final = {
+    "audio": (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac", ".wma"),
+    "video": (".mp4", ".mkv", ".avi", ".mov", ".webm", ".mpg", ".mpeg"),
+}
+
+
+def recording(value: object) -> str | None:
+    """What a value is by its form: samples with their rate, or bytes beside the name of a file, as `datasets` keeps
+    audio and video. Several are a list."""
+    if isinstance(value, list):
+        value = next(iter(value), None)
+    if not isinstance(value, dict):
+        return None
+    if value.keys() >= {"array", "sampling_rate"}:
+        return "audio"
+    path = value.get("path")
+    endings = _RECORDINGS.items() if "bytes" in value and isinstance(path, str) else ()
+    return next((medium for medium, known in endings if str(path).lower().endswith(known)), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     name: str
-    """As written, for the user."""
+    """The name as the user wrote it."""
     keys: tuple[str, ...] = ()
     pieces: "tuple[str | Column, ...]" = ()
-    """For a text with names in braces: the named columns, and the text between them."""
+    """For a text with names in braces: the named columns and the text between them."""
     digits: int = 0
-    """In such a text: padded with zeros to this width, as `{image_id:012}` asks for."""
+    """Width to which a value in such a text is padded with zeros, such as 12 for `{image_id:012}`."""
 
     @property
     def roots(self) -> frozenset[str]:
@@ -183,7 +215,7 @@ class Column:
         return found
 
     def get(self, record: Value) -> Any:
-        """None where the record has no such column, or nothing in it."""
+        """Returns None if the record lacks the column or its value is empty."""
         if self.pieces:
             texts = (
                 p if isinstance(p, str) else inserted(p.value(record), p.name).zfill(p.digits) for p in self.pieces
@@ -197,12 +229,12 @@ class Column:
 
 @lru_cache(maxsize=4096)
 def plain(name: str) -> str:
-    """What a column is recognised by: `Best Answer`, `best_answer` and `bestAnswer` are one name."""
+    """Normalises a column name for comparison: `Best Answer`, `best_answer` and `bestAnswer` are one name."""
     return re.sub(r"[\s_-]", "", name.casefold())
 
 
 def listed(names: Collection[str], most: int = 40) -> str:
-    """`most`: an object keyed by ids has as many columns as records."""
+    """`most` limits the list, because an object keyed by ids has as many columns as records."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return printable(", ".join(islice(names, most))) + more if names else "(none)"
 
@@ -212,7 +244,7 @@ class SampleColumns:
     source: str
     records: tuple[Value, ...]
     values: dict[str, list[Any]]
-    """By column, in the order of the records: the values that are given."""
+    """The given values of each column, in the order of the records."""
 
     @staticmethod
     def of(records: Sequence[Value], source: str) -> "SampleColumns":
@@ -223,12 +255,12 @@ class SampleColumns:
         return SampleColumns(source, tuple(records), values)
 
     def named(self, names: Collection[str]) -> list[str]:
-        """The columns with one of these plain names; of several, those that hold anything."""
+        """Returns the columns that have one of these normalised names; if there are several, those that hold values."""
         found = [column for column in self.values if plain(column) in names]
         return [column for column in found if self.values[column]] or found
 
     def column(self, written: str, field: str) -> Column:
-        """The column that a user wrote in `fields:`."""
+        """Finds the column that a user named in `fields:`."""
         if keys := _keys(written, self.records):
             return Column(written, keys)
         if "{" not in written or "}" not in written:
@@ -257,7 +289,7 @@ class SampleColumns:
 
 
 def _keys(written: str, values: Sequence[Value]) -> tuple[str, ...]:
-    """The path of keys to a column that at least one of the values has; empty where none has it."""
+    """Returns the path of keys to a column that at least one of the values has; empty if none has it."""
     if name := _match(written, values):
         return (name,)
     for dot in (at for at, character in enumerate(written) if character == "."):
@@ -269,7 +301,7 @@ def _keys(written: str, values: Sequence[Value]) -> tuple[str, ...]:
 
 
 def _match(written: str, values: Sequence[Value]) -> str:
-    """The name itself, else the only one that differs by case alone."""
+    """Returns the name itself, or the only name that differs just by case."""
     names = {name for value in values for name in value}
     alike = [name for name in names if name.casefold() == written.casefold()]
     return written if written in names else alike[0] if len(alike) == 1 else ""

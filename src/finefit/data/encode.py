@@ -1,5 +1,5 @@
-"""A model's tokenizer: text to tokens and back, piece by piece, so that no token straddles two pieces; and long prompts
-made to fit by cutting the middle out of their longest text, at the borders of tokens. Images are never cut."""
+"""A model's tokenizer: encodes and decodes text piece by piece, so that no token straddles two pieces, and makes long
+prompts fit by cutting the middle out of their longest text, at token boundaries. Images are never cut."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from finefit.facts.files import read_object, reading_model, require_small_texts
 
 GENERATION_CONFIG = "generation_config.json"
 Span = tuple[int, int]
-"""The characters of a token: from, to."""
+"""The start and end character of a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +30,12 @@ class Budget:
 
 
 def open_tokenizer(folder: Path | str, *, revision: str = "main", has_vision: bool = False) -> PreTrainedTokenizerBase:
-    """`has_vision`: the chat template may lie with the processor alone."""
+    """`has_vision`: the chat template may be stored only with the processor."""
     require_small_texts(Path(folder))
     with reading_model(f"the tokenizer of {folder}", "put all of the model's tokenizer files there"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, revision=revision)
         eos = tokenizer.eos_token_id
-        # settings of a wrong type show only when they are used
+        # settings of a wrong type only cause errors when they are used
         tokenizer.decode(tokenizer("a b")["input_ids"], clean_up_tokenization_spaces=False)
     beside = Path(folder) / "chat_template.json"
     if has_vision and beside.is_file() and not beside.with_suffix(".jinja").is_file():
@@ -65,7 +65,7 @@ def model_stops(folder: Path | str, revision: str) -> tuple[int, ...]:
     with reading_model(file):
         try:
             stops = GenerationConfig.from_pretrained(folder, revision=revision).eos_token_id
-        except OSError:  # a model on the hub has none
+        except OSError:  # a model on the hub may have no generation config
             if Path(folder).is_dir():
                 raise
             return ()
@@ -80,18 +80,18 @@ class TextEncoder:
     tokenizer: PreTrainedTokenizerBase
 
     def ids(self, texts: list[str]) -> list[list[int]]:
-        """The tokens of each text by itself, without what the tokenizer would add around it."""
+        """Returns the tokens of each text alone, without the special tokens that the tokenizer would add around it."""
         if not texts:
             return []
         if not self.tokenizer.is_fast:
             return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
         backend = self.tokenizer.backend_tokenizer
-        backend.no_truncation()  # a tokenizer's file may ask for both
+        backend.no_truncation()  # a tokenizer's file may enable both
         backend.no_padding()
         return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def pieces(self, pieces: Sequence[tuple[bool, str]]) -> Iterator[list[int]]:
-        """The tokens of each text; the flag before a text says that it is the middle of one."""
+        """Returns the tokens of each text. The flag before a text says whether it continues another text."""
         guard, num_guard = self._guard
         ids = self.ids([guard + text if is_inner else text for is_inner, text in pieces])
         if not num_guard:
@@ -99,7 +99,7 @@ class TextEncoder:
         return (piece[num_guard:] if is_inner else piece for (is_inner, _), piece in zip(pieces, ids, strict=True))
 
     def decoded(self, tokens: Sequence[int]) -> str:
-        """As the middle of a text."""
+        """Decodes the tokens as the middle of a text."""
         guard, size = self._guard
         before = self.ids([guard])[0] if size else []
         guarded, alone = (
@@ -110,7 +110,7 @@ class TextEncoder:
 
     @cached_property
     def _guard(self) -> tuple[str, int]:
-        """A text after which the tokenizer writes no blank before a first word; and its number of tokens."""
+        """A text after which the tokenizer adds no leading blank to a word, and its number of tokens."""
         joints = (("assistant\n", "Paris is"), ("[/INST]", " Paris is"))
         for guard in ("", str(self.tokenizer.eos_token), "\n"):
             size = len(self.ids([guard])[0])
@@ -120,7 +120,7 @@ class TextEncoder:
         return "", 0
 
     def spans(self, text: str) -> Sequence[Span]:
-        """Of its tokens; of its characters where the tokenizer does not tell."""
+        """Returns the span of each token; of each character if the tokenizer does not report spans."""
         if not self.tokenizer.is_fast:
             return [(at, at + 1) for at in range(len(text))]
         spans: list[Span] = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).offsets
@@ -129,11 +129,11 @@ class TextEncoder:
     def fit(
         self, messages: Sequence[Message], length: Callable[[Sequence[Message]], int], max_tokens: int, has_images: bool
     ) -> tuple[Message, ...] | None:
-        """The messages, cut until `length` is at most `max_tokens`; None where even one token of each text is too much.
-        A message is one text, or where it has placeholders for images, the texts between them.
+        """Returns the messages, cut until `length` is at most `max_tokens`; None if they do not fit even with one token
+        of each text. A message is one text or, if it has image placeholders, the texts between them.
 
-        The length is measured again after every cut, because the tokens beside a cut may join differently. Each cut
-        removes characters, so this ends."""
+        The length is measured again after every cut, because the tokens on both sides of a cut may merge differently.
+        Each cut removes characters, so the loop ends."""
         kept = list(messages)
         texts = [m.content.split(IMAGE_PLACEHOLDER) if has_images else [m.content] for m in messages]
         while (excess := length(kept) - max_tokens) > 0:
@@ -146,7 +146,8 @@ class TextEncoder:
         return tuple(kept)
 
     def _longest(self, messages: Sequence[Message], texts: Sequence[Sequence[str]]) -> tuple[int, int] | None:
-        """Message and part of the longest text by a user or a tool, else by the system; an answer is never cut."""
+        """Returns the indices of the message and of its part that hold the longest text of a user or a tool, else of
+        the system; an answer is never cut."""
         for roles in (("user", "tool"), ("system",)):
             chosen = [at for at, message in enumerate(messages) if message.role in roles]
             parts = [(at, part, text) for at in chosen for part, text in enumerate(texts[at]) if len(text) > 1]
@@ -157,7 +158,7 @@ class TextEncoder:
 
     @cached_property
     def start(self) -> tuple[int, ...]:
-        """The first token of a plain text, where the tokenizer adds one."""
+        """The first token of a plain text, if the tokenizer adds one."""
         first = tuple(self.tokenizer("")["input_ids"][:1])
         return first if first == (self.tokenizer.bos_token_id,) else ()
 
@@ -167,11 +168,11 @@ class TextEncoder:
 
     @cached_property
     def special(self) -> re.Pattern[str]:
-        """Those added tokens that are not text."""
+        """Matches the added tokens that are special, not ordinary text."""
         return _any_of(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
 
     def unknown_in(self, text: str, ids: list[int]) -> str:
-        """A character for which the model would learn the unknown token; empty where there is none."""
+        """Returns a character that the model would see as the unknown token; empty if there is none."""
         token, spelled = self._unknown_token
         if token not in ids or spelled in text:
             return ""
@@ -183,7 +184,7 @@ class TextEncoder:
 
 
 def require_characters(texts: Iterable[str]) -> None:
-    """Tokenizers take no half of a surrogate pair, and would refuse the whole batch because of it."""
+    """Tokenizers reject half of a surrogate pair, and would refuse the whole batch because of it."""
     try:
         for text in texts:
             text.encode()
@@ -193,12 +194,12 @@ def require_characters(texts: Iterable[str]) -> None:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Matches the longest that fits. Blanks are text, even where a vocabulary counts them as added."""
+    """Matches the longest token that fits. Blanks are text, even if a vocabulary lists them as added tokens."""
     return re.compile(_choice(sorted({text for text in tokens if text.strip()})) or r"(?!)")
 
 
 def _choice(texts: Sequence[str]) -> str:
-    """Shared beginnings are written once: Gemma adds 6,000 tokens, which would otherwise all be tried at every `<`."""
+    """Shared prefixes are written once: Gemma adds 6,000 tokens, which would otherwise all be tried at every `<`."""
     longer = groupby((text for text in texts if text), key=lambda text: text[0])
     choices: list[str] = [re.escape(first) + _choice([text[1:] for text in group]) for first, group in longer]
     if len(choices) == 1 and "" not in texts:
@@ -207,7 +208,7 @@ def _choice(texts: Sequence[str]) -> str:
 
 
 def without_middle(text: str, spans: Sequence[Span], excess: int) -> str:
-    """`excess` tokens shorter, but never without any token. `spans` are those of `text`."""
+    """Removes `excess` tokens from the middle, but keeps at least one. `spans` are those of `text`."""
     num_kept = max(len(spans) - excess, 1)
     num_head = (num_kept + 1) // 2
     tail_at = len(spans) - (num_kept - num_head)
@@ -219,7 +220,8 @@ def without_middle(text: str, spans: Sequence[Span], excess: int) -> str:
 
 
 def _border(spans: Sequence[Span], at: int, *, inner: int) -> int:
-    """The character between token at - 1 and token at; the outer side of one that both share, which is removed."""
+    """Returns the character position between tokens at - 1 and at. If both share a character, the outer side is
+    returned, so that the character is removed."""
     left, right = spans[at - 1], spans[at]
     if left[1] <= right[0]:
         return left[1] if inner == 0 else right[0]

@@ -1,9 +1,8 @@
 """Examples: rows as tokens, in memory and on disk. On disk they are one safetensors file, written as rows stream by and
-read by memory map, so that neither needs them all in memory.
+read by memory map, so that neither step needs all rows in memory.
 
 A preference pair is two sequences, the second directly after the first; lengths and counts then have a column for each
-side. Each distinct image is stored once in a table; an example has the numbers of its images.
-"""
+side. Each distinct image is stored once in a table, and an example stores the indices of its images."""
 
 import json
 import struct
@@ -22,29 +21,29 @@ Arrays = dict[str, NDArray[Any]]
 
 _DTYPES: dict[str, Any] = {"I32": np.int32, "U8": np.uint8, "I64": np.int64}
 _STREAMED: dict[str, Any] = {"tokens": np.int32, "supervised": np.uint8}
-"""Too large for memory, so they are written to files of their own first."""
+"""Arrays that are too large for memory, so they are first written to files of their own."""
 _CODES = {np.dtype(kind): code for code, kind in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A row as the model sees it; it ends with an answer's end token."""
+    """A row as the model sees it; it ends with the end token of an answer."""
 
     tokens: tuple[int, ...]
-    """Including image tokens."""
+    """Token ids, including image tokens."""
     supervised: tuple[bool, ...]
     images: tuple[ImageRef, ...] = ()
-    """In the order of their tokens."""
+    """Images in the order of their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers to one prompt, the first of which is preferred. In the order of rows a pair is one row."""
+    """Two answers to one prompt, the first of which is preferred. A pair counts as one row."""
 
     chosen: Example
     rejected: Example
     reference: tuple[float, float] | None = None
-    """Summed log-probabilities of both sides under the starting weights, where they are computed beforehand."""
+    """Summed log-probabilities of both sides under the starting weights, if they are computed beforehand."""
 
 
 TrainRow = Example | Pair
@@ -52,33 +51,35 @@ TrainRow = Example | Pair
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedRow:
-    """What became of a row. It can be used if it has examples."""
+    """The result of rendering a row. The row can be used if it has examples."""
 
     examples: tuple[Example, ...] = ()
-    """Several where the template rewrites an answer once more follows, and for long plain text."""
+    """A row has several examples if the template rewrites earlier answers when another turn follows, or if plain text
+    is long."""
     rejected: tuple[Example, ...] = ()
     cut_tokens: int = 0
     problem: str = ""
     remedy: str = ""
     is_too_long: bool = False
     num_tokens: int = 0
-    """Of the longest example, before anything was cut."""
+    """Length of the longest example before anything was cut."""
 
 
 RowT = TypeVar("RowT", Example, Pair)
 
 
 class _StoredRows(Sequence[RowT]):
-    """The rows of an epoch. One that is seen several times is in the table as often; its tokens are stored once."""
+    """The rows of an epoch. A row that is seen several times is listed that often in the table; its tokens are stored
+    once."""
 
     def __init__(self, path: Path) -> None:
         self._arrays, self._folder = _map(path), path.parent
         self.lengths: NDArray[np.int32] = self._arrays["lengths"]
         self.supervised_counts: NDArray[np.int32] = self._arrays["supervised_counts"]
-        """Without the first token of an example, which nothing predicts."""
+        """Counts exclude the first token of an example, which nothing predicts."""
         no_images = np.zeros(len(self.lengths), np.int64)
         self.num_values: NDArray[np.int64] = self._arrays.get("num_values", no_images)
-        """Numbers in the pixels of each row's images."""
+        """Number of values in the pixels of each row's images."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -115,14 +116,15 @@ class Examples(_StoredRows[Example]):
 
 
 class ExamplePairs(_StoredRows[Pair]):
-    """Lengths and counts have a column for the preferred side, and one for the other."""
+    """Lengths and counts have one column for the preferred side and one for the rejected side."""
 
     def _row(self, start: int, length: NDArray[np.int32], images: tuple[ImageRef, ...]) -> Pair:
         chosen, rejected = length.tolist()
         return Pair(self._example(start, chosen, images), self._example(start + chosen, rejected, images))
 
     def distinct(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Rows that hold every pair once, and for each row the place of its pair among those."""
+        """Returns the indices of rows that cover every pair once, and for each row the position of its pair among
+        them."""
         _, rows, places = np.unique(self._arrays["starts"], return_index=True, return_inverse=True)
         return rows, places
 
@@ -132,7 +134,7 @@ def open_examples(path: Path) -> Examples | ExamplePairs:
 
 
 class _ImageTable:
-    """The images of examples as they come, each distinct one once."""
+    """Collects the images of examples as they are added; each distinct image is stored once."""
 
     def __init__(self) -> None:
         self._numbers: dict[ImageRef, int] = {}
@@ -146,7 +148,7 @@ class _ImageTable:
         self._values.append(sum(ref.num_values for ref in images))
 
     def most_pixels(self, chosen: NDArray[np.int64]) -> tuple[int, tuple[ImageRef, ...]]:
-        """The images of the chosen example with the most pixels, and how many values those are."""
+        """Returns the pixel values and the images of the chosen example with the most pixels."""
         values = np.array(self._values, np.int64)[chosen]
         if not self._numbers or not len(values):
             return 0, ()
@@ -155,7 +157,7 @@ class _ImageTable:
         return int(values.max()), tuple(images[n] for n in self._of_examples[start : start + self._counts[at]])
 
     def arrays(self, table: NDArray[np.int64]) -> Arrays:
-        """Nothing where no example has an image."""
+        """Returns no arrays if no example has an image."""
         if not self._numbers:
             return {}
         lines = [json.dumps(ref.to_json()).encode() for ref in self._numbers]
@@ -171,7 +173,8 @@ class _ImageTable:
 
 
 class ExampleWriter:
-    """Appends tokens as they come; `close` says which examples an epoch sees. Each is `sides` sequences in a row."""
+    """Appends tokens as they arrive; `close` says which examples an epoch sees. Each example is `sides` consecutive
+    sequences."""
 
     def __init__(self, path: Path, *, sides: int = 1) -> None:
         self._path, self._sides = path, sides
@@ -189,7 +192,7 @@ class ExampleWriter:
         lengths: NDArray[np.int32],
         images: Sequence[Sequence[ImageRef]] | None = None,
     ) -> int:
-        """Sequences of these lengths, with the images of each example. Returns how many tokens are supervised."""
+        """Adds sequences of these lengths, with the images of each example. Returns how many tokens are supervised."""
         for of_example in images if images is not None else [()] * (len(lengths) // self._sides):
             self.images.add(of_example)
         for name, values in (("tokens", tokens), ("supervised", supervised)):
@@ -205,7 +208,7 @@ class ExampleWriter:
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """With a column for each side, where there are several."""
+        """With several sides, the array has a column for each."""
         return _by_side(self._lengths, self._sides)
 
     @property
@@ -213,7 +216,7 @@ class ExampleWriter:
         return _by_side(self._counts, self._sides)
 
     def close(self, table: NDArray[np.int64]) -> None:
-        """`table`: the examples of an epoch by number, repeated ones as often as they are seen."""
+        """`table`: the indices of an epoch's examples; a repeated example is listed as often as it is seen."""
         for file in self._files.values():
             file.close()
         lengths, counts = self.lengths, self.supervised_counts
@@ -243,7 +246,7 @@ def _starts(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 def _write(path: Path, arrays: Arrays) -> None:
-    """A safetensors file."""
+    """Writes a safetensors file."""
     header: dict[str, Any] = {}
     end = 0
     wide_first = sorted(arrays, key=lambda name: -arrays[name].itemsize)  # so every tensor is aligned

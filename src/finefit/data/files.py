@@ -1,4 +1,4 @@
-"""The files that a source's `path` names, how they are opened, and what keeps one from being read."""
+"""Finds the files that a source's `path` names, opens them, and explains why one cannot be read."""
 
 import codecs
 import difflib
@@ -20,6 +20,7 @@ from urllib.parse import quote, unquote
 import httpx
 from huggingface_hub import errors, snapshot_download
 
+from finefit import bounded
 from finefit.data.columns import Value, listed, printable
 from finefit.errors import DataError
 
@@ -30,7 +31,7 @@ _FORMATS |= {".txt": "text", ".text": "text", ".amr": "text"}
 _FORMATS |= {f"{ending}.gz": form for ending, form in _FORMATS.items()} | {".parquet": "parquet", ".arrow": "arrow"}
 _KNOWN = ", ".join(_FORMATS)
 
-# Files beside the data that are not data: the first two without a known extension, the third in folders.
+# Files beside the data that are not data: the first two patterns apply without a known extension, the third in folders.
 _NOT_DATA = re.compile(
     r".*\.(md|rst|pdf|html|bib|png|jpe?g|gif|webp|bmp|tiff?|svg|ya?ml|toml|ini|cfg|py|ipynb|sh|log|lock|md5|sha256)"
 )
@@ -38,7 +39,7 @@ _ABOUT_DATA = re.compile(r"(readme|licen[cs]e|notice|citation|changelog)[^.]*(\.
 _NOT_ROWS = re.compile(
     r"(readme|licen[cs]e|notice|citation|changelog)([\W_].*)?\.txt|dataset_(info|infos|dict)\.json|cache-.*\.arrow"
 )
-"""`notices.txt` may well be rows; the rest is what `datasets` writes."""
+"""`notices.txt` may hold rows; the other names are what `datasets` writes."""
 
 _SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "val", "valid", "dev"), "validation")
 _WORD = re.compile(r"[^\W\d_]+")
@@ -53,7 +54,7 @@ _HUB_PATH = re.compile(
 class DataFile:
     path: Path
     name: str
-    """For the user: the user's own path of a single file, else relative to the spec file."""
+    """The name shown to the user: the user's own path for a single file, else the path relative to the spec file."""
     format: Format
 
 
@@ -73,7 +74,7 @@ class _HubPath:
 
 
 def find_files(path: str, base: Path, *, split: str) -> tuple[DataFile, ...]:
-    """The files of this split, sorted by name. Relative paths start in the folder `base`."""
+    """Returns the files of this split, sorted by name. Relative paths start in the folder `base`."""
     try:
         if path.startswith(_HUB):
             hub = _parse_hub_path(path)
@@ -84,7 +85,7 @@ def find_files(path: str, base: Path, *, split: str) -> tuple[DataFile, ...]:
 
 
 def pin_hub_path(path: str) -> str:
-    """A hub path with the commit that was downloaded; any other path unchanged."""
+    """Adds the downloaded commit to a hub path; any other path is unchanged."""
     if not path.startswith(_HUB):
         return path
     hub = _parse_hub_path(path)
@@ -95,11 +96,16 @@ def _find(path: str, base: Path, split: str, *, shown: str, prefix: str = "") ->
     place = base / path
     if place.is_file():
         return (DataFile(place, prefix + path, _format(path, shown)),)
+    if place.exists() and not place.is_dir():
+        kind = bounded.kind_of(place.stat().st_mode)
+        raise DataError(
+            f"{shown} is {kind}, and rows are read from files", "write what it gives to a file, and name it"
+        )
     if place.is_dir():
         found = sorted(set(_in_folder(path, base)))
         paths = [PurePosixPath(name) for name in found]
         others = {str(path) for path in paths if _NOT_ROWS.fullmatch(path.name.lower())}
-        # `datasets` writes a state beside its info; elsewhere a file of that name is data
+        # `datasets` writes state.json beside its info; elsewhere a file of that name is data
         others |= {str(path.with_name("state.json")) for path in paths if path.name == "dataset_info.json"}
     else:
         matching = glob.iglob(path, root_dir=base, recursive=True)  # noqa: PTH207 Path.glob takes no absolute pattern
@@ -122,7 +128,7 @@ def _find(path: str, base: Path, split: str, *, shown: str, prefix: str = "") ->
 
 
 def _in_folder(path: str, base: Path) -> Iterator[str]:
-    """Files below a folder, except hidden ones. Links are followed; each folder is entered once."""
+    """Regular files below a folder, except hidden ones. Links are followed; each folder is entered once."""
 
     def stop(error: OSError) -> None:
         raise error
@@ -136,7 +142,8 @@ def _in_folder(path: str, base: Path) -> Iterator[str]:
         entered.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
         inside = PurePosixPath(path) / Path(current).relative_to(base / path).as_posix()
-        yield from ((inside / name).as_posix() for name in files if not name.startswith("."))
+        shown = (name for name in files if not name.startswith("."))
+        yield from ((inside / name).as_posix() for name in shown if (Path(current) / name).is_file())
 
 
 def _is_not_data(name: str) -> bool:
@@ -152,8 +159,8 @@ def _format(name: str, shown: str) -> Format:
     raise DataError(f"{shown} has no known extension", remedy)
 
 
-def _near(place: Path) -> str:
-    """The names beside a missing file that it may be a misspelling of."""
+def near_names(place: Path) -> str:
+    """Returns names beside a missing file that its name may misspell."""
     try:
         names = [found.name for found in place.parent.iterdir()]
     except (OSError, ValueError):
@@ -170,20 +177,20 @@ def _nothing_found(place: Path, shown: str, others: list[str]) -> DataError:
         problem = f"{shown} is a folder without files (looked in {place})"
     elif glob.has_magic(shown):
         problem = f"no file matches {shown} (looked for {place})"
-    near = "" if place.is_dir() else _near(place)
+    near = "" if place.is_dir() else near_names(place)
     hint = f"did you mean {near}? " if near else ""
     hint += "paths are relative to the spec file; a dataset of the hub is written hf://datasets/owner/name"
     return DataError(problem, hint)
 
 
 def _of_split(files: list[DataFile], folder: Path, split: str, shown: str) -> list[DataFile]:
-    """The files of this split, where names below the folder tell the split."""
+    """Selects the files of this split if names below the folder contain a split."""
     splits = [(file, _split_of(file.path.relative_to(folder))) for file in files]
     named = [file for file, its in splits if its is not None]
     if not named:
         return files
     if others := [file.name for file, its in splits if its is None]:
-        what = f"files of a split and others whose names tell none or several: {listed(others, 10)}"
+        what = f"files of a split and others whose names contain no split or several: {listed(others, 10)}"
     elif chosen := [file for file, its in splits if its == split]:
         return chosen
     else:
@@ -193,7 +200,7 @@ def _of_split(files: list[DataFile], folder: Path, split: str, shown: str) -> li
 
 
 def _split_of(name: Path) -> str | None:
-    """Told by a word in the file's name, else in the nearest folder's."""
+    """A word in the file's name decides, else one in the nearest folder's name."""
     for part in reversed(name.parts):
         if found := {_SPLITS[word] for word in _WORD.findall(part.lower()) if word in _SPLITS}:
             return found.pop() if len(found) == 1 else None
@@ -216,15 +223,15 @@ def _example(files: list[DataFile]) -> str:
 def _parse_hub_path(path: str) -> _HubPath:
     match = _HUB_PATH.fullmatch(path)
     if match is None:
-        remedy = "write hf://datasets/owner/name, then @revision and /files where they are needed"
+        remedy = "write hf://datasets/owner/name, then @revision and /files if they are needed"
         raise DataError(f"{path} is not a dataset of the hub", remedy)
     revision = unquote(match["revision"]) if match["revision"] else None
     return _HubPath(match["repo"], revision, (match["inside"] or "").strip("/"))
 
 
 def _snapshot(hub: _HubPath, *, local_files_only: bool = False) -> Path:
-    """The folder that holds the commit, and is named after it."""
-    # In the hub's patterns a star reaches across folders, so this is never less than what is looked for afterwards.
+    """Returns the folder that holds the commit and has its name."""
+    # In the hub's patterns a star matches across folders, so this matches at least what is looked for afterwards.
     wanted = [hub.inside, hub.inside.replace("**/", ""), f"{hub.inside}/*"]
     if not hub.inside:
         wanted = [f"*{ending}" for known in _FORMATS for ending in (known, known.upper())]
@@ -254,57 +261,59 @@ def _first_line(error: Exception) -> str:
 
 
 Numbered = Iterator[tuple[int, Value | str]]
-"""For each record its number, and its value or the reason why it has none."""
+"""Yields each record's number with its value, or with the reason why it has none."""
 HEAD = 1 << 18
-"""Characters at the start of a file that tell what it holds."""
+"""Characters read at the start of a file to detect its content."""
 _CHUNK = 1 << 20
 """Bytes that are searched at a time for one that is not UTF-8."""
-MAX_RECORD: Final = 64 << 20
-"""Characters of a line, or of an entry in a JSON array: it is in memory as a whole."""
-MAX_DOCUMENT: Final = 512 << 20
-"""Characters of a JSON object that holds all records, or of a text that is one record."""
+MAX_RECORD: Final = 32 << 20
+"""Characters of a line, of a value in a JSON file or of a row of CSV: it is in memory as a whole, several times."""
+MAX_DOCUMENT: Final = 64 << 20
+"""Characters of a text that is one record."""
 MAX_EXPANSION: Final = 100
-"""How many times its size a compressed file may be once it is unpacked; text reaches 30."""
+"""A compressed file may unpack to at most this many times its size; text reaches 30."""
 FREE_EXPANSION: Final = 64 << 20
-"""Bytes that any compressed file may unpack to."""
+"""Bytes that any compressed file may unpack to, whatever its size."""
 
 
 class UnreadableFile(Exception):
-    """A fault after which the rest of the file cannot be read: its reason and remedy."""
+    """An error after which the rest of the file cannot be read; its arguments are reason and remedy."""
 
 
 READ_ERRORS = (UnreadableFile, UnicodeDecodeError, EOFError, zlib.error, OSError)
-"""What reading may raise; `unreadable` explains it to the user."""
+"""Errors that reading may raise; `unreadable` explains them to the user."""
 
 
 def open_bytes(file: DataFile) -> IO[bytes]:
     if not file.path.name.lower().endswith(".gz"):
-        return file.path.open("rb")
+        return bounded.open_binary(file.path)
     return io.BufferedReader(_Unpacked(file.path), _CHUNK)
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a gzip file, as far as its expansion is that of data."""
+    """The content of a gzip file, read as long as its expansion ratio is plausible for data."""
 
     def __init__(self, path: Path) -> None:
-        self._gzip, self._num_packed, self._num_read = gzip.GzipFile(path), path.stat().st_size, 0
+        self._file = bounded.open_binary(path)
+        self._gzip, self._num_packed, self._num_read = gzip.GzipFile(fileobj=self._file), path.stat().st_size, 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        num_bytes = self._gzip.readinto1(buffer)  # never loses what lies before a fault
+        num_bytes = self._gzip.readinto1(buffer)  # never loses data that precedes a fault
         self._num_read += num_bytes
         require_expansion(self._num_read, self._num_packed, "unpack it with gunzip")
         return num_bytes
 
     def close(self) -> None:
         self._gzip.close()
+        self._file.close()
         super().close()
 
 
 def require_expansion(num_bytes: int, num_packed: int, how: str) -> None:
-    """`how`: to store the same rows larger."""
+    """`how`: how to store the same rows less compressed, for the remedy."""
     if num_bytes > max(FREE_EXPANSION, MAX_EXPANSION * num_packed):
         size = f"its {num_packed:,} bytes unpack to {num_bytes:,} or more"
         reason = f"{size}, and at most {MAX_EXPANSION} times the size is read: it may be made to fill the memory"
@@ -312,7 +321,7 @@ def require_expansion(num_bytes: int, num_packed: int, how: str) -> None:
 
 
 def lines_of(handle: IO[AnyStr]) -> Iterator[AnyStr]:
-    """The lines of a file, each at most `MAX_RECORD` long."""
+    """Yields the lines of a file, each at most `MAX_RECORD` long."""
     while line := handle.readline(MAX_RECORD + 1):
         require_length(len(line), "a line")
         yield line
@@ -321,16 +330,27 @@ def lines_of(handle: IO[AnyStr]) -> Iterator[AnyStr]:
 def require_length(length: int, what: str, at_most: int = MAX_RECORD) -> None:
     if length > at_most:
         reason = f"{what} is longer than {at_most:,} characters, and would be in memory as a whole"
-        raise UnreadableFile(reason, "split it into shorter records, and keep images in files or in Parquet")
+        raise UnreadableFile(reason, _SPLIT)
+
+
+def require_room(text: str | bytes, what: str) -> None:
+    """`text` is JSON that is about to be parsed."""
+    try:
+        bounded.require_room(text)
+    except bounded.TooManyValues as error:
+        raise UnreadableFile(f"{what} is too large: {error}", _SPLIT) from None
+
+
+_SPLIT = "split it into shorter records, and keep images in files or in Parquet"
 
 
 def open_text(file: DataFile, newline: str = "\n") -> TextIO:
-    """Lines end at line feeds alone: strings may hold U+2028 and its like."""
+    """Only line feeds end a line: strings may contain U+2028 and similar characters."""
     return io.TextIOWrapper(open_bytes(file), encoding="utf-8-sig", newline=newline)
 
 
 def unreadable(file: DataFile, error: Exception, number: int) -> DataError:
-    """`number` is the last record before the fault, 0 for none."""
+    """`number`: the last record before the fault, 0 if there is none."""
     place = f"{file.name} cannot be read" + (f" on after row {number}" if number else "")
     match error:
         case UnicodeDecodeError():
@@ -364,8 +384,12 @@ def _first_bad_byte(file: DataFile) -> str:
 
 def require_distinct(names: list[str]) -> None:
     if len(set(names)) != len(names):
-        repeated = printable(next(name for name in names if names.count(name) > 1))
-        raise UnreadableFile(f"it has {repeated} twice, and one value would be lost", "rename or remove one of them")
+        raise repeated(next(name for name, count in Counter(names).items() if count > 1))
+
+
+def repeated(name: str) -> UnreadableFile:
+    problem = f"it has {printable(name)} twice, and one value would be lost"
+    return UnreadableFile(problem, "rename or remove one of them")
 
 
 def holds_no_rows(file: DataFile) -> DataError:

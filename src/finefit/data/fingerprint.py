@@ -1,4 +1,4 @@
-"""Fingerprints, by which rows are compared in every process and run: hashes of the prompt, windows of its text."""
+"""Fingerprints identify rows across processes and runs: hashes of the prompt, and of windows of its text."""
 
 import os.path
 import unicodedata
@@ -18,41 +18,42 @@ Windows = NDArray[np.uint32]
 
 _WINDOW_BYTES = 32
 CHOSEN_BITS = 29
-"""Of 32: a window whose hash is below 2**29 is kept, one in eight."""
+"""Bits of a 32-bit hash: a window whose hash is below 2**29 is kept, which is one in eight."""
 _WORD_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
 _MIX_FACTOR = np.uint64(0xFF51AFD7ED558CCD)
 HALF = np.uint64(32)
 
 _PUNCTUATION = b".,;:!?"
-"""Of sentences. Operators, brackets and quotes are content: 3 - 5 and 3 * 5, type([1]) and type((1)), f'(x) and f(x)
-ask for different things."""
+"""Sentence punctuation. Operators, brackets and quotes are content: 3 - 5 and 3 * 5, type([1]) and type((1)), f'(x) and
+f(x) ask for different things."""
 _QUOTES = {"'": "‘’‚‛‹›′ʼ", '"': "“”„‟«»"}
-"""Forms of the straight ones."""
+"""Variants of the straight quotes."""
 _NARROWED = tuple((wide, unicodedata.normalize("NFKC", wide)) for wide in "，！？：；（）～　")
 _NOTHING = np.uint32(1)
 _SEPARATING = {"Pc", "Pd", "Po", "Zs", "Zl", "Zp", "Cc"}
-"""Categories of Unicode."""
+"""Unicode categories that separate words."""
 _LAST_SCRIPT = 0x20000
-"""Beyond are only ideographs and tags."""
+"""Code points beyond this one are only ideographs and tags."""
 _ASCII_FOLD = bytes(32 if c <= 32 or c == 127 or c in _PUNCTUATION else c for c in bytes(range(256)).lower())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fingerprint:
     exact: int
-    """Of prompt and answer, unchanged."""
+    """Hash of prompt and answer, unchanged."""
     asked: int
-    """Of the prompt, unchanged."""
+    """Hash of the prompt, unchanged."""
     prompt: int
-    """Of the normalised prompt."""
+    """Hash of the normalised prompt."""
     windows: Windows
-    """Sorted, each once."""
+    """Sorted and unique."""
     turns: tuple[int, ...] = ()
-    """Of the normalised prompts of earlier answers that are trained on: all before one, and the last message alone."""
+    """Hashes of the normalised prompts of earlier answers that are trained on: all messages before each answer, and the
+    last message alone."""
 
 
 def fingerprint(row: Row, *, with_system: bool = False, turns: Literal["all", "last"] = "all") -> Fingerprint:
-    """`with_system`: see `system_is_content`. `turns`: those trained on."""
+    """`with_system`: see `system_is_content`. `turns`: the turns that are trained on."""
     asked, images = _asked(row, with_system), _images(row)
     digest = blake2b(images, digest_size=8)
     digest.update(asked.encode("utf-8", "surrogatepass"))
@@ -62,7 +63,7 @@ def fingerprint(row: Row, *, with_system: bool = False, turns: Literal["all", "l
         texts = ["", *map(_text, answer), f"\x1e{row.is_good}", *map(_text, row.rejected)]
         digest.update("\x1e".join(texts).encode("utf-8", "surrogatepass"))
     folded = _folded_prompt(asked, images)
-    # An image is half of the question, and whether two images are alike is not known here.
+    # An image is half of the question, and this code does not know whether two images are alike.
     windows = _windows(folded) if not images else np.empty(0, np.uint32)
     earlier = _turns(row, images, with_system) if turns == "all" else ()
     exact = int.from_bytes(digest.digest(), "little")
@@ -70,19 +71,19 @@ def fingerprint(row: Row, *, with_system: bool = False, turns: Literal["all", "l
 
 
 def prompt_key(row: Row, *, with_system: bool = False) -> int:
-    """Equal for rows that ask the same but for case and sentence punctuation."""
+    """The key is equal for rows whose prompts differ only in case and sentence punctuation."""
     images = _images(row)
     return _key(images + _folded_prompt(_asked(row, with_system), images))
 
 
 def _folded_prompt(asked: str, images: bytes) -> bytes:
-    """With or without a placeholder the question is about the same image."""
+    """Placeholders are removed: the question about an image is the same with or without one."""
     return _folded(asked.replace(IMAGE_PLACEHOLDER, " ") if images else asked)
 
 
 def system_is_content(rows: Iterable[Row]) -> bool:
-    """Whether the system messages of a sample differ so much that they are part of the prompt: 3 texts or more, for
-    more than a tenth of them."""
+    """Returns whether the system messages of a sample differ so much that they are part of the prompt: at least 3
+    distinct texts, and more than one per ten messages."""
     messages = ([m for m in row.messages if m.role == "system"] for row in rows)
     systems = [_key(_folded("\n".join(_texts(system)))) for system in messages if system]
     num_different = len(set(systems))
@@ -90,12 +91,13 @@ def system_is_content(rows: Iterable[Row]) -> bool:
 
 
 def normalise(text: str) -> str:
-    """Without case, sentence punctuation and the forms of letters; a text of nothing else is unchanged."""
+    """Removes case, sentence punctuation and variant letter forms; a text that consists of nothing else is
+    unchanged."""
     return _folded(text).decode("utf-8", "surrogatepass")
 
 
 def _asked(row: Row, with_system: bool) -> str:
-    """Everything before the answer; where that is nothing, the answer."""
+    """Returns everything before the answer, or the answer if nothing comes before it."""
     if row.text:
         return row.text
     given = row.messages[: row.num_given] if row.rejected else row.messages[:-1]
@@ -103,7 +105,7 @@ def _asked(row: Row, with_system: bool) -> str:
 
 
 def _turns(row: Row, images: bytes, with_system: bool) -> tuple[int, ...]:
-    messages, words = row.messages, cache(_words)  # a message comes before every later answer
+    messages, words = row.messages, cache(_words)  # cached, because a message comes before every later answer
     keys: list[int] = []
     for at in range(max(row.num_given, 1), len(messages) - 1):
         if messages[at].role != "assistant":
@@ -119,7 +121,7 @@ def _turns(row: Row, images: bytes, with_system: bool) -> tuple[int, ...]:
 
 
 def _texts(messages: Sequence[Message], with_system: bool = True) -> list[str]:
-    """A system message counts where there is nothing else."""
+    """A system message counts if there is no other message."""
     chosen = messages if with_system else [m for m in messages if m.role != "system"]
     return [_text(message) for message in chosen or messages]
 
@@ -132,7 +134,7 @@ def _text(message: Message) -> str:
 
 
 def _images(row: Row) -> bytes:
-    """By content, where they were checked: one image may lie at several places."""
+    """Checked images are identified by content, because one image may be at several paths."""
     if row.image_refs:
         return b"".join(bytes.fromhex(ref.sha256)[:8] for ref in row.image_refs)
     contents: list[bytes] = []
@@ -157,7 +159,7 @@ def _words(text: str) -> bytes:
 
 
 def _folded_letters(text: str) -> str:
-    # Wide punctuation alone would send every Chinese text through the slow path of the normal form.
+    # Wide punctuation alone would send every Chinese text through the slow normalisation.
     for wide, narrow in _NARROWED:
         text = text.replace(wide, narrow)
     text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
@@ -167,14 +169,14 @@ def _folded_letters(text: str) -> str:
         return text
     is_kept = instead != _NOTHING
     text = np.where(instead, instead, codes)[is_kept].tobytes().decode("utf-32-le", "surrogatepass")
-    # The characters on both sides of an invisible mark may now be one letter.
+    # The characters on both sides of an invisible mark may now combine into one letter.
     return text if is_kept.all() else _folded_letters(text)
 
 
 @cache
 def _substitutes() -> NDArray[np.uint32]:
-    """By code point: a space for punctuation and separators, nothing for invisible marks, a straight quote for its
-    other forms, 0 where the character stays, as brackets and combining marks do."""
+    """Maps each code point to a space for punctuation and separators, to nothing for invisible marks, to a straight
+    quote for its variants, and to 0 if the character stays, as brackets and combining marks do."""
     table = np.zeros(_LAST_SCRIPT + 1, np.uint32)
     for code in range(128, _LAST_SCRIPT):
         category = unicodedata.category(chr(code))
@@ -203,7 +205,7 @@ def _windows(content: bytes) -> Windows:
 
 
 def once(windows: Windows) -> Windows:
-    """Sorted, each once; `np.unique` takes several times as long."""
+    """Returns the sorted unique values; `np.unique` takes several times as long."""
     ordered = np.sort(windows)
     is_new = np.ones(ordered.size, np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
@@ -211,7 +213,8 @@ def once(windows: Windows) -> Windows:
 
 
 def held_share(keys: NDArray[np.uint64], share: float, seed: int) -> NDArray[np.bool_]:
-    """Which rows are held out: round(share * n) as nearly as groups of equal keys allow, whatever their order."""
+    """Selects the rows to hold out: round(share * n) as nearly as groups of equal keys allow, independent of row
+    order."""
     groups, group_of, sizes = np.unique(keys, return_inverse=True, return_counts=True)
     if groups.size < 2:
         rows = f"{keys.size} rows with {groups.size} different prompts: equal prompts stay together"
@@ -234,7 +237,7 @@ def _mixed(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _fill(sizes: NDArray[np.intp], space: int) -> NDArray[np.bool_]:
-    """Takes each one in turn that still fits."""
+    """Takes, in order, each group that still fits."""
     chosen = np.zeros(sizes.size, np.bool_)
     waiting = np.flatnonzero(sizes <= space)
     while waiting.size:

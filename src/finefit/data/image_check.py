@@ -1,7 +1,6 @@
-"""Images as a model takes them. Each is checked once when its row is prepared: found, decoded and measured, or the row
-is bad. When it is loaded again for a batch, it must not have changed. In the text of a row a placeholder holds its
-place.
-"""
+"""Prepares images for a model. Each image is checked once when its row is prepared: it is found, decoded and measured,
+or the row is bad. It must not have changed when it is loaded again for a batch. A placeholder marks its position in the
+row's text."""
 
 import hashlib
 import shutil
@@ -24,16 +23,16 @@ from finefit.vision import open_image_processor
 from finefit.vision.family import Grid, ImageInput, ImageProcessor, Size
 
 ProcessorFactory = Callable[[], ImageProcessor | None]
-"""Opens the image processor of a model in whatever process needs one; None for a text model."""
+"""Opens a model's image processor in the process that needs it; returns None for a text model."""
 
 _MAX_CACHED: Final = 1 << 16
-"""Images whose size is remembered: questions about one image usually lie near one another."""
+"""Number of images whose size is cached; questions about one image are usually close together."""
 _PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelProcessor:
-    """A ProcessorFactory: for the model with this config, by the processor files in `folder`."""
+    """The ProcessorFactory for the model with this config, using the processor files in `folder`."""
 
     folder: Path
     config: Path
@@ -47,7 +46,7 @@ class ModelProcessor:
 
 @lru_cache(4)
 def image_processor_of(processor_factory: ProcessorFactory) -> ImageProcessor | None:
-    """Opened once in a process."""
+    """The processor is opened once per process."""
     return processor_factory()
 
 
@@ -58,7 +57,7 @@ def copy_processor_files(source: Path, target: Path) -> None:
 
 
 class ImageChecker:
-    """Finds, decodes and measures the images of rows. Remembers those that it has seen."""
+    """Finds, decodes and measures the images of rows, and caches the results by image."""
 
     def __init__(self, image_processor: ImageProcessor) -> None:
         self._image_processor = image_processor
@@ -66,7 +65,7 @@ class ImageChecker:
         self._measures: dict[str, tuple[Size, Grid, int]] = {}
 
     def __call__(self, row: Row) -> tuple[ImageRef, ...]:
-        """Raises RecordError where an image cannot be used."""
+        """Raises RecordError if an image cannot be used."""
         total, views = len(row.images), self._image_processor.views
         if views not in (None, total):
             raise RecordError(f"has {total} images, and the model takes {views} with every row")
@@ -84,14 +83,14 @@ class ImageChecker:
         return self._ref(image, str(found.path.absolute()), found.member, content_at(found, image_name(image)))
 
     def _ref(self, image: Image, path: str, member: str | None, content: bytes) -> ImageRef:
-        """`member`: None where the image is to be kept under its digest."""
+        """`member`: None if the image is stored in the archive under its digest."""
         sha256 = hashlib.sha256(content).hexdigest()
         if sha256 not in self._measures:
             size = decode(image, content=content).size
             try:
                 grid = self._image_processor.grid(size)
-            except ValueError as error:  # an image that the model's processor refuses, such as one of 1 x 1,000 pixels
-                raise RecordError(f"{image_name(image)} cannot be shown to the model: {error}") from None
+            except ValueError as error:  # an image that the model's processor rejects, such as one of 1 x 1,000 pixels
+                raise RecordError(f"{image_name(image)} cannot be processed for the model: {error}") from None
             pixels = self._image_processor.geometry.blank_pixels(grid)
             if len(self._measures) >= _MAX_CACHED:
                 self._measures.clear()
@@ -104,18 +103,18 @@ def image_input(image_processor: ImageProcessor, ref: ImageRef) -> ImageInput:
 
 
 def load_image(ref: ImageRef) -> PIL.Image.Image:
-    """In RGB, as it was when its rows were prepared."""
+    """Loads the image in RGB, and raises an error if it has changed since its rows were prepared."""
     try:
         content = read_unchanged(ref)
     except RecordError as error:
         whose = f"{ref.row}: its" if ref.row else "the"
-        remedy = "put it back as it was, or start again with --new, which prepares the rows again"
+        remedy = "restore the image, or start again with --new, which prepares the rows again"
         raise DataError(f"{whose} image {error}", remedy) from None
     return decode(Image(path=ref.place), content=content)
 
 
 def read_unchanged(ref: ImageRef) -> bytes:
-    """The encoded image, as it was when its rows were prepared; else an error."""
+    """Returns the encoded image, and raises an error if it has changed since its rows were prepared."""
     try:
         content = content_at(ImageLocation(Path(ref.path), ref.member), ref.place)
     except RecordError as error:
@@ -126,7 +125,7 @@ def read_unchanged(ref: ImageRef) -> bytes:
 
 
 class ImageArchive:
-    """Writes images that came as bytes, each content once. Without such images there is no file."""
+    """Writes images that came as bytes, each distinct content once. Without such images no file is written."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / IMAGE_ARCHIVE
@@ -155,7 +154,7 @@ def num_placeholders(messages: Iterable[Message]) -> int:
 
 
 def with_placeholders(messages: Sequence[Message], num_images: int) -> tuple[Message, ...]:
-    """A placeholder for each image; where there are none, before the text of the first user message."""
+    """Ensures one placeholder per image; if there are none, they are put before the text of the first user message."""
     if not num_images:
         return tuple(messages)
     if num_placeholders(message for message in messages if message.role == "assistant"):
@@ -169,14 +168,14 @@ def with_placeholders(messages: Sequence[Message], num_images: int) -> tuple[Mes
         raise DataError(problem, "give as many placeholders as images, or none")
     first = next((at for at, message in enumerate(messages) if message.role == "user"), None)
     if first is None:
-        problem = f"the row has {num_images} images, and no user message that they could belong to"
+        problem = f"the row has {num_images} images, but no user message that they could belong to"
         raise DataError(problem, "give the row a prompt")
     asked = replace(messages[first], content=IMAGE_PLACEHOLDER * num_images + messages[first].content)
     return (*messages[:first], asked, *messages[first + 1 :])
 
 
 def require_no_image_text(messages: Iterable[Message], image_texts: Iterable[str], *, has_images: bool) -> None:
-    """Text that the model would read as an image is an error; the placeholders of a row with images are not text."""
+    """Text that the model would read as an image is an error; the placeholders of a row with images are allowed."""
     for message in messages:
         texts = [message.reasoning, *(message.content.split(IMAGE_PLACEHOLDER) if has_images else [message.content])]
         for image_text in filter(None, image_texts):
@@ -189,13 +188,13 @@ def require_no_image_text(messages: Iterable[Message], image_texts: Iterable[str
 def fill_placeholders(
     texts: Sequence[str], placeholder: str, image_processor: ImageProcessor, image_refs: Sequence[ImageRef]
 ) -> list[str]:
-    """The texts with that of each image in place of a placeholder."""
+    """Replaces each placeholder in the texts by the text of its image."""
     if not placeholder:
         return list(texts)
     found = sum(text.count(placeholder) for text in texts)
     if found != len(image_refs):
         problem = f"the template writes {found} places for images ({placeholder}), and {len(image_refs)} belong there"
-        remedy = "change the messages to what the template takes: some write only the images of user messages"
+        remedy = "change the messages to what the template supports: some write only the images of user messages"
         raise DataError(problem, remedy)
     filled = (image_processor.text(ref.size) for ref in image_refs)
     split = (text.split(placeholder) for text in texts)
@@ -209,10 +208,10 @@ def num_image_tokens(image_processor: ImageProcessor | None, image_refs: Sequenc
 def require_image_tokens(
     tokens: Sequence[int], image_processor: ImageProcessor | None, image_refs: Sequence[ImageRef]
 ) -> None:
-    """There must be as many as features: the model replaces each by one."""
+    """There must be as many image tokens as features, because the model replaces each token by a feature."""
     if image_processor is None:
         return
     found, expected = tokens.count(image_processor.geometry.image_token), num_image_tokens(image_processor, image_refs)
     if found != expected:
-        problem = f"the prompt has {found} image tokens, and its {len(image_refs)} images are {expected} features"
+        problem = f"the prompt has {found} image tokens, and its {len(image_refs)} images have {expected} features"
         raise DataError(problem, "look for the model's own placeholders in the text of the row")

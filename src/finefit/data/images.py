@@ -30,6 +30,8 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
+from finefit import bounded
+from finefit.artifacts.reading import lines_of
 from finefit.data.columns import RecordError, printable
 from finefit.data.rows import Image, ImageRef
 
@@ -40,22 +42,25 @@ _EXTENSIONS: Final = (".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".tif", 
 _CACHED_PLACES = 64
 _FORMATS: Final = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM")
 """No other is tried: some start programs of their own."""
+_STRIP: Final = 256
+"""Rows of pixels whose transparency is laid on white at a time."""
 _HEADS: Final = (
     (b"\x89PNG\r\n\x1a\n", struct.Struct(">II"), 16),
     (b"GIF8", struct.Struct("<HH"), 6),
     (b"BM", struct.Struct("<ii"), 18),
 )
-"""What a format begins with, and where width and height follow."""
+"""For each format: its leading bytes, and the layout and offset of width and height."""
 _BROKEN: Final = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
-"""What Pillow raises on bytes that are not a whole image."""
+"""Errors that Pillow raises on bytes that are not a whole image."""
 _BROKEN_ZIP: Final = (*_BROKEN, zipfile.BadZipFile, lzma.LZMAError, NotImplementedError, RuntimeError, KeyError)
-"""What `zipfile` and its decompressors raise on bytes that are not a whole zip; RuntimeError on an encrypted one."""
+"""Errors that `zipfile` and its decompressors raise on bytes that are not a whole zip; RuntimeError on an encrypted
+one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageLocation:
     path: Path
-    """The file, or the zip that holds it."""
+    """The image file, or the zip that holds it."""
     member: str = ""
 
     def __str__(self) -> str:
@@ -68,7 +73,7 @@ def content_of(image: Image) -> bytes:
 
 def content_at(found: ImageLocation, name: str) -> bytes:
     try:
-        with _archive(found.path).open(found.member) if found.member else found.path.open("rb") as file:
+        with _archive(found.path).open(found.member) if found.member else bounded.open_binary(found.path) as file:
             content = file.read(MAX_BYTES + 1)
     except _BROKEN_ZIP as error:
         raise RecordError(f"{name} cannot be read from {found.path}: {error}") from None
@@ -82,10 +87,10 @@ def find_image(image: Image) -> ImageLocation:
     root, path, shown = Path(image.root), image.path, printable(image.path)
     if "\0" in path:
         raise RecordError(f"{shown!r} is not a path")
-    # Relative to the root. Links below the root are the user's own, and are followed.
+    # The name is relative to the root. Links below the root are the user's own, and are followed.
     name = posixpath.normpath(posixpath.relpath(path, root.as_posix()) if posixpath.isabs(path) else path)
     if name in (".", "..") or name.startswith("../"):
-        problem = f"{shown} lies outside of {root}, where its images start"
+        problem = f"{shown} is outside of {root}, the root of its images"
         raise RecordError(f"{problem}; name another folder with images_root")
     for places in _places(root):
         found = [at for place in places for at in (_in_folder if place.is_dir() else _in_zip)(place, name)]
@@ -95,15 +100,15 @@ def find_image(image: Image) -> ImageLocation:
         if found:
             return found[0]
     where = f"looked in {root}, and in the folders and zips in it"
-    raise RecordError(f"{shown} is not there: {where}; name another place with images_root")
+    raise RecordError(f"{shown} does not exist: {where}; name another place with images_root")
 
 
 def _places(root: Path) -> Iterator[Sequence[Path]]:
-    """The root itself; if it does not have the image, its folders; if those do not, its zips."""
+    """Yields the root itself, then its folders, then its zips; the first group that has the image is used."""
     try:
         changed = root.stat().st_mtime_ns
     except OSError as error:
-        raise RecordError(f"{root}, where its images start, cannot be read: {error.strerror}") from None
+        raise RecordError(f"{root}, the root of the images, cannot be read: {error.strerror}") from None
     yield (root,)
     if root.is_dir():
         yield from _inner(root, changed)
@@ -123,7 +128,7 @@ def _in_folder(folder: Path, name: str) -> list[ImageLocation]:
         for path in (folder / each for each in names):
             with suppress(OSError, ValueError):  # a name that no file can have
                 if path.is_file():
-                    status = path.stat()  # where case makes no difference, one file has several names
+                    status = path.stat()  # on a file system that ignores case, one file has several names
                     there[status.st_dev, status.st_ino] = ImageLocation(path)
         if there:
             return list(there.values())
@@ -137,7 +142,8 @@ def _names(name: str) -> Iterator[tuple[str, ...]]:
 
 
 def _in_zip(path: Path, name: str) -> list[ImageLocation]:
-    """At its path inside the zip, or below a folder in it, since many zips hold one folder that holds everything."""
+    """Matches the member at this path in the zip or below a folder in it, since many zips hold one folder with
+    everything."""
     members = _members(path, path.stat().st_mtime_ns, os.getpid())
     for names in _names(name):
         found = [(each, member) for each in names for member in members.get(posixpath.basename(each), ())]
@@ -152,7 +158,7 @@ def _in_zip(path: Path, name: str) -> list[ImageLocation]:
 
 @lru_cache(_CACHED_PLACES)
 def _members(path: Path, changed: int, process: int) -> dict[str, list[str]]:  # noqa: ARG001 a changed zip is read again
-    """By the last part of their names."""
+    """Maps the last part of a name to the members with that name."""
     members: dict[str, list[str]] = {}
     for name in _archive(path).namelist():
         if not name.endswith("/"):
@@ -173,13 +179,14 @@ def _open_archive(path: Path, changed: int, process: int) -> zipfile.ZipFile:  #
 
 
 def decode(image: Image, *, content: bytes | None = None, max_pixels: int = MAX_PIXELS) -> PIL.Image.Image:
-    """`content`: where it has been read already."""
+    """`content`: the encoded image, if it has been read already."""
     name = image_name(image)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about broken EXIF: the image itself is whole
+            warnings.simplefilter("ignore")  # ignore warnings about broken EXIF data: the image itself is whole
             with _open_image(name, content_of(image) if content is None else content, max_pixels) as opened:
-                return _rgb(PIL.ImageOps.exif_transpose(opened), name)
+                PIL.ImageOps.exif_transpose(opened, in_place=True)
+                return _rgb(opened, name)
     except PIL.Image.DecompressionBombError as error:
         raise RecordError(f"{name} has too many pixels: {error}") from None
     except _BROKEN as error:
@@ -191,11 +198,11 @@ def image_name(image: Image) -> str:
 
 
 def _open_image(name: str, content: bytes, max_pixels: int) -> PIL.Image.Image:
-    """Only its head is read so far."""
+    """Reads only the image's header."""
     try:
         opened = PIL.Image.open(io.BytesIO(content), formats=_FORMATS)
     except PIL.UnidentifiedImageError:
-        for start, size, offset in _HEADS:  # Pillow does not accept an image without pixels
+        for start, size, offset in _HEADS:  # Pillow rejects an image without pixels
             if content.startswith(start) and len(content) >= offset + size.size:
                 width, height = size.unpack_from(content, offset)
                 if not width or not height:
@@ -213,23 +220,28 @@ def _rgb(image: PIL.Image.Image, name: str) -> PIL.Image.Image:
     if image.mode.startswith("I;16"):
         image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
-        problem = "has pixels of 32 bits, and nothing says which value is black and which is white"
+        problem = "has pixels of 32 bits, and it is unknown which value is black and which is white"
         raise RecordError(f"{name} {problem}; save it with 8 or 16")
     if not image.has_transparency_data:
         return image.convert("RGB")
-    white = PIL.Image.new("RGBA", image.size, (255, 255, 255, 255))
-    return PIL.Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
+    laid = PIL.Image.new("RGB", image.size)
+    for top in range(0, image.height, _STRIP):  # a whole one would be in memory four times
+        box = (0, top, image.width, min(image.height, top + _STRIP))
+        strip = image.crop(box).convert("RGBA")
+        white = PIL.Image.new("RGBA", strip.size, (255, 255, 255, 255))
+        laid.paste(PIL.Image.alpha_composite(white, strip).convert("RGB"), box)
+    return laid
 
 
 FileState = tuple[str, int, int]
-"""Path, bytes, and when it was last written, in nanoseconds."""
+"""A file's path, size in bytes, and modification time in nanoseconds."""
 IMAGE_MANIFEST: Final = "image_manifest.jsonl"
 
 
 class ImageManifest:
-    """The files that the images of a preparation came from, so that one that was changed, repaired or removed is
-    noticed without decoding all of them again. A file of the same size and time counts as the same; the content of any
-    other is read."""
+    """The files that the images of a preparation came from, so that a changed, repaired or removed file is noticed
+    without decoding all of them again. A file of the same size and time counts as unchanged; the content of any other
+    is read."""
 
     def __init__(self) -> None:
         self._contents: dict[str, dict[str, str]] = {}
@@ -238,7 +250,7 @@ class ImageManifest:
         self._num_used = 0
 
     def add(self, images: Sequence[Image], image_refs: Sequence[ImageRef]) -> None:
-        """The images of a row. Without `image_refs` one of them cannot be used; it may be repaired later."""
+        """Adds the images of a row. Without `image_refs` one of them cannot be used; it may be repaired later."""
         if not image_refs:
             self._faulty |= {(image.root, image.path): image for image in images if image.path}
             return
@@ -247,17 +259,17 @@ class ImageManifest:
                 self._contents.setdefault(ref.path, {})[ref.member] = ref.sha256
 
     def use(self, split: str, image_refs: Sequence[ImageRef]) -> None:
-        """In the order of the rows in use."""
+        """Call it in the order of the rows in use."""
         self._num_used += len(image_refs)
         self._used.update(json.dumps([split, *(ref.sha256 for ref in image_refs)]).encode())
 
     @property
     def sha256(self) -> str | None:
-        """Of all images in use, wherever they lie; None without images."""
+        """Digest of all images in use, wherever they are stored; None without images."""
         return self._used.hexdigest() if self._num_used else None
 
     def write(self, folder: Path) -> None:
-        """Writes nothing where no image lies in a file."""
+        """Writes nothing if no image is in a file."""
         lines: list[object] = [{"state": file_state(path), "contents": c} for path, c in self._contents.items()]
         lines += [{"root": i.root, "path": i.path, "state": _image_state(i)} for i in self._faulty.values()]
         if lines:
@@ -266,13 +278,13 @@ class ImageManifest:
 
 
 def are_unchanged(folder: Path) -> bool:
-    """Whether all images are what they were when the rows in `folder` were prepared."""
+    """Returns whether all images are the same as when the rows in `folder` were prepared."""
     path = folder / IMAGE_MANIFEST
     if not path.is_file():
         return True
     try:
-        with path.open(encoding="utf-8") as file:
-            return all(_is_unchanged(json.loads(line)) for line in file)
+        with bounded.open_binary(path) as file:
+            return all(_is_unchanged(bounded.parse_json(line)) for line in lines_of(file, path))
     except RecordError:
         return False
 
@@ -293,7 +305,7 @@ def _is_unchanged(line: dict[str, object]) -> bool:
 
 
 def _image_state(image: Image) -> FileState | None:
-    """Of the file that an image is found in; None where there is none."""
+    """Returns the state of the file that holds the image; None if there is no file."""
     try:
         return file_state(find_image(image).path.absolute())
     except RecordError:
@@ -301,7 +313,7 @@ def _image_state(image: Image) -> FileState | None:
 
 
 def file_state(path: str | Path) -> FileState | None:
-    """None where there is no such file."""
+    """Returns None if there is no such file."""
     try:
         status = os.stat(path)  # noqa: PTH116 for a hundred thousand files, most of the time would go into making paths
     except (OSError, ValueError):

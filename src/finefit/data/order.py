@@ -1,6 +1,5 @@
-"""Which rows share a step, a rank and a micro-batch. The order is a pure function of seed and epoch, so the position of
-a run is its step and nothing else. Packing decides which rows share a flat sequence, so that little of it stays
-empty."""
+"""Assigns rows to steps, ranks and micro-batches. The order is a pure function of seed and epoch, so a run's position
+is its step alone. Packing decides which rows share a flat sequence, so that little of it stays empty."""
 
 import math
 from collections.abc import Sequence
@@ -19,12 +18,13 @@ T = TypeVar("T")
 Counts = Sequence[int] | NDArray[np.int64]
 
 _ROWS, _TOKENS_PER_ROW = 64, 32
-"""Sequences of a pack, or one for each 32 tokens of its capacity: attention pays up to 128 tokens for each."""
+"""Sequences of a pack, or one for each 32 tokens of its capacity if that is more: attention pays up to 128 tokens for
+each."""
 
 
 @lru_cache(maxsize=2)
 def epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Cached for this epoch and its neighbour, which prefetching needs too."""
+    """The cache holds this epoch and the next, which prefetching needs."""
     # numpy guarantees that RandomState's streams never change; Generator's may
     order = np.random.RandomState([seed, epoch]).permutation(num_rows)
     order.setflags(write=False)
@@ -32,41 +32,42 @@ def epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def steps_per_epoch(num_rows: int, global_batch: int) -> int:
-    """The last step of an epoch may have fewer rows: none is left out."""
+    """The last step of an epoch may have fewer rows: no row is left out."""
     return math.ceil(num_rows / global_batch)
 
 
 def rows_of_step(step: int, *, num_rows: int, global_batch: int, seed: int) -> list[int]:
-    """Rows of optimizer step `step`, which counts from 0, over all ranks."""
+    """Returns the rows of optimizer step `step`, which counts from 0, over all ranks."""
     epoch, within = divmod(step, steps_per_epoch(num_rows, global_batch))
     return list(map(int, epoch_order(num_rows, seed, epoch)[within * global_batch : (within + 1) * global_batch]))
 
 
 def rows_of_rank(step: int, *, rank: int, num_ranks: int, num_rows: int, global_batch: int, seed: int) -> list[int]:
-    """This rank's part of a step's rows: every row has one rank, and no rank has two rows more than another."""
+    """Returns this rank's share of a step's rows. Every row has one rank, and the shares differ by at most one row."""
     return rows_of_step(step, num_rows=num_rows, global_batch=global_batch, seed=seed)[rank::num_ranks]
 
 
 def part_of_rank(whole: Sequence[T], *, rank: int, num_ranks: int) -> list[tuple[T, bool]]:
-    """This rank's part of work that all ranks have divided alike, and whether each piece counts. All ranks do equally
-    many, because all gather sharded weights together. A rank without a piece repeats the last one, which does not
-    count."""
+    """Returns this rank's pieces of work that all ranks divide in the same way, with a flag that says whether a piece
+    counts. All ranks process equally many, because they gather sharded weights together. A rank without a piece repeats
+    the last one, which does not count."""
     rounds = math.ceil(len(whole) / num_ranks)
     return [(whole[min(at, len(whole) - 1)], at < len(whole)) for at in range(rank, rounds * num_ranks, num_ranks)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What a pack may hold: as much as was rehearsed."""
+    """The limits of a pack, which are those of the rehearsal."""
 
     tokens: int
     supervised: int
     rows: int
-    """Of the order: a preference pair is one row and two sequences."""
+    """Rows per pack; a preference pair is one row."""
 
 
 def capacity_of(*, micro_batch: int, longest: int, supervised: int, rows_per_step: int, sides: int = 1) -> Capacity:
-    """For `micro_batch` rows of `sides` sequences, each of the longest length with the most supervised tokens."""
+    """The capacity is that of `micro_batch` rows of `sides` sequences, each with the maximum length and supervised
+    tokens."""
     tokens = micro_batch * sides * longest
     most = max(_ROWS, tokens // _TOKENS_PER_ROW) // sides
     rows = max(micro_batch, min(rows_per_step, most))
@@ -74,27 +75,28 @@ def capacity_of(*, micro_batch: int, longest: int, supervised: int, rows_per_ste
 
 
 def num_sides(lengths: NDArray[Any]) -> int:
-    """Sequences of each row: those of pairs have a column for each side."""
+    """Returns the sequences per row: the lengths of pairs have a column for each side."""
     return 1 if lengths.ndim == 1 else int(lengths.shape[1])
 
 
 def longest_sides(lengths: NDArray[Any]) -> NDArray[Any]:
-    """For every row, the length that decides its padding."""
+    """Returns, for each row, the length that decides its padding."""
     return lengths if lengths.ndim == 1 else lengths.max(axis=1)
 
 
 def both_sides(counts: NDArray[Any]) -> NDArray[Any]:
-    """For every row, what it takes of a pack."""
+    """Returns, for each row, the sum over its sides, which is what it takes of a pack."""
     return counts if counts.ndim == 1 else counts.sum(axis=1)
 
 
 def best_fit(
     lengths: Counts, supervised: Counts, *, max_tokens: int, max_supervised: int, max_rows: int | None = None
 ) -> list[list[int]]:
-    """Best fit decreasing: the longest row first, each into the pack in which it leaves the least room. Every row is in
+    """Best fit decreasing: the longest rows come first, and each goes into the pack that it fills best. Every row is in
     exactly one pack.
 
-    O(n log max_tokens), and a pure function of its arguments: rows of equal length keep their order."""
+    The cost is O(n log max_tokens), and the result is a pure function of the arguments: rows of equal length keep their
+    order."""
     tokens, counts = np.asarray(lengths, dtype=np.int64), np.asarray(supervised, dtype=np.int64)
     if len(tokens) and (tokens.max() > max_tokens or counts.max() > max_supervised):
         row = f"a row of {tokens.max()} tokens, {counts.max()} supervised"

@@ -1,15 +1,15 @@
-"""Rows that occur twice: in two splits, or twice in train. Prompts are compared exactly, ignoring case and punctuation,
-and nearly; the prompts of earlier answers of a conversation ignoring case and punctuation.
+"""Finds rows that occur twice: in two splits, or twice in train. Prompts are compared exactly, ignoring case and
+punctuation, and approximately; the prompts of earlier answers in a conversation are compared ignoring case and
+punctuation.
 
-Nearness is measured on windows of 32 bytes of the normalised prompt, one in eight of them kept by its own hash, so that
-every text keeps the same ones. Short texts that differ in a word stay different: a word changes 32 windows and more, so
-a text must have some 350 bytes before one word less leaves it nearly the same.
+Similarity is measured on windows of 32 bytes of the normalised prompt. One window in eight is kept, chosen by its own
+hash, so that every text keeps the same ones. Short texts that differ in a word stay different: a word changes at least
+32 windows, so a text needs some 350 bytes before it stays nearly the same with one word less.
 
-Windows that many prompts share are a template, not content, and are left out. Many is one prompt in 100, but at least 5
-and at most 20, of a sample of train, or of a held-out split; prompts that are nearly the same as a whole count as one,
-because a few copies are not a template. A template with a short payload makes nearly equal prompts too: windows in more
-than 20 prompts, or in 5 or more that are more than a quarter of all, are a template's in any case.
-"""
+Windows that many prompts share belong to a template, not to content, and are left out. Many means one prompt in 100,
+but at least 5 and at most 20, of a sample of train or of a held-out split; prompts that are nearly the same as a whole
+count as one, because a few copies are not a template. A template with a short payload makes nearly equal prompts too:
+windows in more than 20 prompts, or in at least 5 that are more than a quarter of all, always belong to a template."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,13 +26,13 @@ from finefit.data.rows import Row
 OverlapKind = Literal["row", "prompt", "normalised", "turn", "near", "contained"]
 
 SAMPLE_ROWS = 2000
-"""Training rows that are enough to know what is a template."""
+"""Number of training rows that suffices to detect templates."""
 NEAR = 0.8
-"""Share of common windows in all windows of two prompts, from which on they are nearly the same."""
+"""Two prompts are nearly the same from this share of common windows in all their windows."""
 CONTAINED = 0.9
-"""Share of common windows in those of a held-out prompt, from which on it is inside a longer one."""
+"""A held-out prompt is inside a longer one from this share of its windows that both have."""
 MIN_WINDOWS = 16
-"""A prompt with fewer, about 160 bytes without templates, is only compared as a whole."""
+"""A prompt with fewer windows, about 160 bytes without templates, is only compared as a whole."""
 
 _HOW: dict[OverlapKind, str] = {
     "row": "the same row",
@@ -40,7 +40,7 @@ _HOW: dict[OverlapKind, str] = {
     "normalised": "the same but for case and punctuation",
     "turn": "asks it in an earlier turn",
     "near": "nearly the same",
-    "contained": "holds it as a whole",
+    "contained": "contains it as a whole",
 }
 _KINDS = tuple(_HOW)
 _NUM_EXAMPLES = 3
@@ -49,16 +49,16 @@ _MINIMA_FACTORS = np.random.Generator(np.random.PCG64(20)).integers(0, 2**32, _N
 
 
 def common_windows(fingerprints: Iterable[Fingerprint]) -> Windows:
-    """The windows of a template: see above. Sorted, each once."""
+    """Returns the windows that belong to templates (see above), sorted and unique."""
     by_prompt = {fp.prompt: fp.windows for fp in fingerprints}
     if not by_prompt:
         return np.empty(0, np.uint32)
-    prompts = [by_prompt[key] for key in sorted(by_prompt)]  # what is found does not depend on the order of the rows
+    prompts = [by_prompt[key] for key in sorted(by_prompt)]  # the result does not depend on the order of the rows
     windows, counts = np.unique(np.concatenate(prompts), return_counts=True)
     many, many_of_all = min(max(len(prompts) // 100, 5), 20), min(max(len(prompts) // 4, 4), 20)
     is_open = (counts >= many) & (counts <= many_of_all)
     is_common = counts > many_of_all
-    if is_open.any():  # how many prompts hold each window, where those that are nearly the same count as one
+    if is_open.any():  # count the prompts that hold each window; prompts that are nearly the same count as one
         shared = [w[_are_among(w, windows[is_open])] for w in prompts]
         holders = [i for i, w in enumerate(shared) if w.size]
         groups = np.repeat(_groups([prompts[i] for i in holders]), [shared[i].size for i in holders])
@@ -69,7 +69,8 @@ def common_windows(fingerprints: Iterable[Fingerprint]) -> Windows:
 
 
 def _groups(prompts: Sequence[Windows]) -> NDArray[np.uint64]:
-    """For each prompt, the first of those that it is nearly the same as, over any number of steps."""
+    """Returns for each prompt the first prompt of its group; prompts that are nearly the same are in one group,
+    transitively."""
     is_signed, signatures = _signatures(prompts, np.empty(0, np.uint32))
     pairs = np.flatnonzero(is_signed)[_near_pairs(signatures)[0]]
     groups = np.arange(len(prompts), dtype=np.uint64)
@@ -98,20 +99,20 @@ class Overlap:
 
 
 _Match = tuple[int, float, str, str]
-"""The place of its kind among `_KINDS`, its distance, and the split and place of the held-out row: the least is the
-closest, and equals are ordered by place, so that the order of rows does not matter."""
+"""The index of its kind in `_KINDS`, its distance, and the split and place of the held-out row. The smallest match is
+the closest, and ties are ordered by place, so that the order of rows does not matter."""
 
 
 class OverlapIndex:
-    """The held-out rows, with which rows of other splits are compared as they stream by. `common` comes from a sample
-    of training rows; each held-out split adds its own."""
+    """Holds the held-out rows, against which the rows of other splits are compared as they stream by. `common` comes
+    from a sample of training rows; each held-out split adds its own."""
 
     def __init__(self, common: Windows) -> None:
         self._common = common
         self._held: list[_HeldRow] = []
         self._by_prompt: dict[int, list[int]] = {}
         self._grown: set[str] = set()
-        """Splits with rows that the table does not hold yet."""
+        """Splits with rows that are not yet in the table."""
         self._table = _Table.of([], common)
 
     def add_held(self, split: str, row: Row, fp: Fingerprint) -> None:
@@ -120,7 +121,7 @@ class OverlapIndex:
         self._grown.add(split)
 
     def find(self, row: Row, fp: Fingerprint, split: str = "train") -> Overlap | None:
-        """The closest held-out row of another split."""
+        """Returns the closest held-out row of another split."""
         found = min(self._equal(fp, split), default=None) or min(self._near(fp, split), default=None)
         if found is None:
             return None
@@ -171,16 +172,16 @@ class _HeldRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Which held-out rows have a window: those of `keys[i]` are `owners[starts[i]:starts[i + 1]]`."""
+    """Maps windows to the held-out rows that have them: those of `keys[i]` are `owners[starts[i]:starts[i + 1]]`."""
 
     keys: Windows
     seen: NDArray[np.bool_]
-    """By the upper bits of a window, whether it may be among the keys: most windows need no search."""
+    """Indexed by the upper bits of a window: whether it may be among the keys. Most windows then need no search."""
     is_common: NDArray[np.bool_]
     starts: NDArray[np.uint32]
     owners: NDArray[np.uint32]
     num_windows: NDArray[np.int64]
-    """Of each held-out row, without the common ones."""
+    """Windows of each held-out row, without the common ones."""
 
     @classmethod
     def of(cls, held: Sequence[Windows], common: Windows) -> "_Table":
@@ -198,13 +199,14 @@ class _Table:
         return cls(keys, seen, is_common, starts, owners, np.bincount(owners[is_content], minlength=len(held)))
 
     def positions(self, windows: Windows) -> NDArray[np.intp]:
-        """Of those windows that are among the keys."""
+        """Returns the positions of those windows that are among the keys."""
         windows = windows[self.seen.take(windows >> _seen_shift(self.seen))]
         at = np.searchsorted(self.keys, windows)
         return at[self.keys.take(at, mode="clip") == windows] if windows.size else at
 
     def shared(self, num_windows: int, at: NDArray[np.intp]) -> tuple[int, NDArray[np.intp], NDArray[np.intp]]:
-        """How many windows of a row are not common; the held-out rows that share some, and how many."""
+        """Returns how many windows of a row are not common, the held-out rows that share some, and how many they
+        share."""
         num_windows -= int(np.count_nonzero(self.is_common[at]))
         at = at[~self.is_common[at]]
         starts, counts = self.starts[at].astype(np.intp), (self.starts[at + 1] - self.starts[at]).astype(np.intp)
@@ -219,7 +221,7 @@ def _seen_shift(seen: NDArray[np.bool_]) -> np.uint32:
 
 
 class TrainDuplicates:
-    """Counts duplicates inside train in about 110 bytes a row."""
+    """Counts duplicates inside train, with about 110 bytes of memory per row."""
 
     def __init__(self, common: Windows) -> None:
         self._common = common
@@ -234,8 +236,8 @@ class TrainDuplicates:
             self._store()
 
     def summary(self) -> tuple[dict[OverlapKind, int], list[Overlap]]:
-        """How many rows repeat another, each counted under the first kind that applies, with some examples. The number
-        of those that nearly repeat a prompt is an estimate."""
+        """Returns how many rows repeat another, each counted under the first kind that applies, and some examples. The
+        number of near duplicates is an estimate."""
         if self._pending:
             self._store()
         if not self._blocks:
@@ -260,14 +262,14 @@ class TrainDuplicates:
         self._pending.clear()
 
     def _near(self, prompt: NDArray[np.uint64]) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-        """Pairs of rows with different prompts."""
+        """Returns pairs of rows with different, nearly equal prompts."""
         wanted = np.zeros(prompt.size, np.bool_)
         wanted[np.unique(prompt, return_index=True)[1]] = True
         wanted &= np.concatenate([block.is_signed for block in self._blocks])
         parts = (block.signatures[wanted[block.start : block.stop][block.is_signed]] for block in self._blocks)
         signatures = np.concatenate(list(parts))
         rows = np.flatnonzero(wanted)
-        order = np.argsort(prompt[rows])  # by hash: what is found does not depend on the order of the rows
+        order = np.argsort(prompt[rows])  # sorted by hash, so that the result does not depend on the order of the rows
         pairs, similarity = _near_pairs(signatures[order])
         return rows[order[pairs]], similarity
 
@@ -293,7 +295,7 @@ class _RowBlock:
     part: NDArray[np.int32]
     is_signed: NDArray[np.bool_]
     signatures: NDArray[np.uint16]
-    """Of the signed rows only."""
+    """Signatures of the signed rows only."""
 
     @property
     def stop(self) -> int:
@@ -308,7 +310,8 @@ def _are_among(windows: Windows, ordered: Windows) -> NDArray[np.bool_]:
 
 
 def _signatures(windows: Sequence[Windows], common: Windows) -> tuple[NDArray[np.bool_], NDArray[np.uint16]]:
-    """Minima of hashes of a row's windows: two rows agree in as large a share of them as they share windows."""
+    """Computes minima of hashes of a row's windows (MinHash): the share of minima that two rows have in common
+    estimates the share of windows that they have in common."""
     content = np.concatenate(windows)
     row_of = np.repeat(np.arange(len(windows)), [w.size for w in windows])
     is_content = ~_are_among(content, common)
@@ -321,12 +324,13 @@ def _signatures(windows: Sequence[Windows], common: Windows) -> tuple[NDArray[np
         starts = np.cumsum(counts[is_signed]) - counts[is_signed]
         for i, factor in enumerate(_MINIMA_FACTORS):
             minima = np.minimum.reduceat(content * factor, starts)
-            signatures[:, i] = minima.astype(np.uint16)  # the lower half: the upper is small in every minimum
+            signatures[:, i] = minima.astype(np.uint16)  # the lower half: the upper half is small in every minimum
     return is_signed, signatures
 
 
 def _repeats(keys: NDArray[np.uint64], finer: NDArray[np.uint64] | None = None) -> NDArray[np.intp]:
-    """(a row, the next one with the same key) among the first rows of each finer key; as they come."""
+    """Returns pairs of a row and the next one with the same key, among the first rows of each finer key, in row
+    order."""
     rows = np.arange(keys.size) if finer is None else np.unique(finer, return_index=True)[1]
     rows = rows[np.lexsort((rows, keys[rows]))]
     is_same = keys[rows[1:]] == keys[rows[:-1]]
@@ -335,7 +339,7 @@ def _repeats(keys: NDArray[np.uint64], finer: NDArray[np.uint64] | None = None) 
 
 
 def _near_pairs(signatures: NDArray[np.uint16]) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """Found by equal bands, measured on the whole of the signatures."""
+    """Finds candidates by equal bands, and compares their whole signatures."""
     neighbours: list[NDArray[np.intp]] = []
     for band in signatures.view(np.uint64).T:  # of 4 minima each
         order = np.argsort(band, kind="stable")

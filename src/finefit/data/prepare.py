@@ -1,6 +1,6 @@
-"""Sources to examples on disk and a ledger: every row is used, or dropped with a reason. Nothing is judged here; what
-was found is recorded. Held-out rows come first, so that every training row can be compared with them as it streams
-by."""
+"""Turns sources into examples on disk and a ledger: every row is used, or dropped with a reason. This module records
+what it finds and judges nothing. Held-out rows come first, so that every training row can be compared with them as it
+streams by."""
 
 import re
 from collections import Counter
@@ -33,17 +33,17 @@ from finefit.spec.data import Data
 from finefit.vision import FAMILIES
 
 Grids = tuple[tuple[int, ...], ...]
-"""Of the images of one row."""
+"""The grids of one row's images."""
 BuildRow = Callable[[Row], Row | BadRow]
 
 SPLITS = ("test", "validation", "train")
 _MAX_SHOWN = 10
 _NUM_SAMPLED = 100
-"""Rows at the start of a source that show what it holds."""
+"""Rows sampled to detect the kind of a source."""
 _MEDIA_MARKS = ("<audio>", "<video>")
-"""What a prompt has in place of a recording; a few rows may also speak of HTML."""
+"""Placeholders for recordings in prompts; a few rows may also mention them as HTML."""
 _PLACEHOLDER = re.compile(r"\{\{\s*[^\W\d]\w*\s*\}\}")
-"""A name that was to be replaced before training, as in LLaMA-Factory's identity rows: {{name}}."""
+"""A variable that should have been replaced before training, as in LLaMA-Factory's identity rows: {{name}}."""
 _NOT_PAIRS: dict[Kind, str] = {"chat": "single answers", "text": "plain text"}
 
 
@@ -59,11 +59,11 @@ def prepare(
     processor_factory: ProcessorFactory | None = None,
     build: BuildRow | None = None,
 ) -> Preparation:
-    """Fills `folder` with train.safetensors, validation.safetensors, test.jsonl and ledger.jsonl, as far as the data
-    goes; for rows with images also with those that came as bytes, and a manifest of the others.
+    """Writes train.safetensors, validation.safetensors, test.jsonl and ledger.jsonl to `folder`, as far as there is
+    data; for rows with images also an archive of those that came as bytes and a manifest of the others.
 
-    `max_prompt_tokens`: longer prompts of test rows are cut. `pairs`: trains on preference pairs. `processor_factory`:
-    by default opens the processor beside the tokenizer. `build`: what `data.task` makes of a row."""
+    `max_prompt_tokens`: longer prompts of test rows are cut. `pairs`: train on preference pairs. `processor_factory`:
+    by default opens the processor beside the tokenizer. `build`: makes a row into what `data.task` trains on."""
     assert (build is None) == (data.task is None), "data.task needs its builder"
     processor_factory = processor_factory or ModelProcessor(tokenizer, tokenizer / "config.json", data.images)
     processor, options = image_processor_of(processor_factory), data.template_options
@@ -86,7 +86,7 @@ def prepare(
             preparer.examples(ledger.open("validation", reader), reader, sampled(reader, 1.0, limit, seed))
         selected = select_rows(data, readers["train"], seed, with_system=with_system)
         for reader, (held, _) in zip(readers["train"], selected, strict=True):
-            if held is not None:  # another split counts the records of this file
+            if held is not None:  # the training split counts the records of this file
                 preparer.examples(ledger.open("validation", reader, counts_records=False), reader, held)
         table = [np.zeros(0, np.int64)]
         for source, reader, (_, selection) in zip(data.train, readers["train"], selected, strict=True):
@@ -116,7 +116,7 @@ def prepare(
 def _open_all(
     data: Data, base: Path, build: BuildRow | None, *, pairs: bool, has_vision: bool
 ) -> dict[str, list[SourceReader]]:
-    """Opens all sources, so that everything wrong with them is reported at once."""
+    """Opens all sources, so that all their errors are reported at once."""
     readers: dict[str, list[SourceReader]] = {split: [] for split in SPLITS}
     errors: list[DataError] = []
     for split in SPLITS:
@@ -142,8 +142,8 @@ def _require_kind(reader: SourceReader, split: str, *, pairs: bool, has_vision: 
         num_marked = sum(any(mark in message.content for message in row.prompt) for row in rows)
         if 2 * num_marked > len(rows):
             problem = f"{reader.source} has {mark} in the prompts of {num_marked} of its first {len(rows)} rows"
-            problem += ", and finefit trains on text and images: the model would answer without what it is asked about"
-            raise DataError(problem, "leave these rows out, or take the marks out of their text")
+            problem += ", but finefit trains on text and images only: the model would answer without the recording"
+            raise DataError(problem, "leave these rows out, or remove the marks from their text")
     if row.kind == "judged":
         raise _judged(reader, split)
     if pairs and split != "test" and row.kind != "pair":
@@ -160,9 +160,7 @@ def _require_kind(reader: SourceReader, split: str, *, pairs: bool, has_vision: 
         dpo = "objective: {kind: dpo} learns from both sides"
         raise DataError(problem, f"name the answer to train on, {fields_line(answered)}; {dpo}")
     if row.images and not has_vision:
-        problem = (
-            f"{reader.source} holds images, which this model cannot see: its questions would be asked about nothing"
-        )
+        problem = f"{reader.source} holds images, which this text-only model cannot see"
         fields = "name the columns of text alone: fields: {prompt: ..., answer: ...}"
         remedy = f"take a vision-language model ({', '.join(FAMILIES)}), or {fields}"
         raise DataError(problem, remedy)
@@ -171,8 +169,8 @@ def _require_kind(reader: SourceReader, split: str, *, pairs: bool, has_vision: 
 def _judged(reader: SourceReader, split: str) -> DataError:
     parts = dict(reader.shapes[0].parts)
     label = parts.pop("label").name
-    problem = f"{reader.source} holds answers with a verdict ({label}), of which some are wrong"
-    good = f"take the good ones with where: {{{label}: true}} and {fields_line(parts)}"
+    problem = f"{reader.source} holds answers with a verdict ({label}), some of which are wrong"
+    good = f"select the good ones with where: {{{label}: {reader.shapes[0].good}}} and {fields_line(parts)}"
     if split == "test":
         return DataError(f"{problem}: they are not references", good)
     pair = (
@@ -183,7 +181,7 @@ def _judged(reader: SourceReader, split: str) -> DataError:
 
 @dataclass(slots=True)
 class SourceTally:
-    """What became of the rows of one source, counted while they stream by."""
+    """Counts what became of the rows of one source while they stream by."""
 
     split: str
     source: str
@@ -210,7 +208,7 @@ class SourceTally:
 
 @dataclass(slots=True)
 class Ledger:
-    """What became of every row, by source, with the place of each that was dropped, cut or repaired."""
+    """Records what became of every row, by source, with the place of each row that was dropped, cut or repaired."""
 
     journal: Journal
     tallies: list[SourceTally] = field(default_factory=list)
@@ -252,7 +250,10 @@ class Ledger:
             self._write(tally, row, "repaired", repairs)
             self.note("repaired", tally.split, f"{row.place} {repairs}")
 
-    def note_placeholders(self, tally: SourceTally, row: Row) -> None:
+    def note_marks(self, tally: SourceTally, row: Row) -> None:
+        """Of what is not in the row: a recording, or what a name in braces stands for."""
+        if marks := [mark for mark in _MEDIA_MARKS if any(mark in message.content for message in row.prompt)]:
+            self.note("medium", tally.split, f"{row.place} holds {', '.join(marks)}")
         texts = (row.text, *(message.content for message in (*row.messages, *row.rejected)))
         if found := dict.fromkeys(name for text in texts if "{{" in text for name in _PLACEHOLDER.findall(text)):
             self.note("placeholder", tally.split, f"{row.place} holds {', '.join(found)}")
@@ -264,12 +265,12 @@ class Ledger:
 
 
 class _Preparer:
-    """Where rows go as they stream by. Its files are closed with `stack`."""
+    """Passes each row to its destination as it streams by. `stack` closes its files."""
 
     def __init__(
         self, data: Data, folder: Path, pool: TokenizerPool, stack: ExitStack, common: Windows, *, pairs: bool
     ) -> None:
-        """`common`: the windows of training rows that are a template's."""
+        """`common`: the windows of training rows that belong to a template."""
         self.data, self.folder, self.pool, self.pairs = data, folder, pool, pairs
         self.ledger = Ledger(stack.enter_context(Journal(folder / "ledger.jsonl")))
         paths = {split: folder / f"{split}.safetensors" for split in ("train", "validation")}
@@ -336,7 +337,7 @@ class _Preparer:
         self.ledger.repair(tally, row)
         if at in chunk.special:
             self.ledger.note("special token", tally.split, f"{row.place} holds {', '.join(chunk.special[at])}")
-        self.ledger.note_placeholders(tally, row)
+        self.ledger.note_marks(tally, row)
         if chunk.cut[at]:
             self.ledger.cut(tally, row, chunk.cut[at])
         self._use_images(tally, row, chunk.image_refs[at])
@@ -349,7 +350,7 @@ class _Preparer:
 
     def note_duplicates(self) -> None:
         counts, examples = self.duplicates.summary()
-        if self.pairs:  # several may well compare answers to one prompt
+        if self.pairs:  # several pairs may well compare answers to one prompt
             counts, examples = {"row": counts.get("row", 0)}, [found for found in examples if found.kind == "row"]
         if count := sum(counts.values()):
             lines = tuple(f"{found.row} is {found.other}: {found.how}" for found in examples)
@@ -359,8 +360,8 @@ class _Preparer:
     def test_items(
         self, readers: Sequence[SourceReader], renderer: Renderer, seed: int, max_prompt_tokens: int | None
     ) -> tuple[int | None, Grids]:
-        """Test rows keep their text: a task builds its prompt and reads its reference from them. Returns the tokens of
-        the longest prompt, and the images of the row with the most pixels."""
+        """Test rows keep their text, because a task builds its prompt and reads its reference from them. Returns the
+        tokens of the longest prompt, and the grids of the row with the most pixels."""
         if not readers:
             return None, ()
         longest, most, sources = 0, tuple[ImageRef, ...](), self.data.test_sources()
@@ -379,7 +380,7 @@ class _Preparer:
     def _test_item(
         self, row: Row, checked: CheckedImages, renderer: Renderer, tally: SourceTally, max_prompt_tokens: int | None
     ) -> tuple[Row | None, int]:
-        """The item, None where it cannot be used; and the tokens of its prompt."""
+        """Returns the item, or None if it cannot be used, and the tokens of its prompt."""
         self.manifest.add(row.images, () if isinstance(checked, str) else checked)
         if isinstance(checked, str):
             self.ledger.unusable(tally, row, checked, FIX_IMAGES)
@@ -394,7 +395,7 @@ class _Preparer:
         if whole > len(tokens):
             self.ledger.cut(tally, row, whole - len(tokens))
         self.ledger.repair(tally, row)
-        self.ledger.note_placeholders(tally, row)
+        self.ledger.note_marks(tally, row)
         tally.used += 1
         tally.tokens += len(tokens)
         self._use_images(tally, row, seen.image_refs)
@@ -408,7 +409,8 @@ def _with_row(row: Row, image_refs: Sequence[ImageRef]) -> tuple[ImageRef, ...]:
 
 
 def _prompt_tokens(renderer: Renderer, row: Row, data: Data, max_tokens: int | None) -> tuple[Sequence[int], int]:
-    """What the model is given (of plain text the longest window), and its number of tokens before it was cut."""
+    """Returns the model's input tokens (for plain text the longest window), and their number before the prompt was
+    cut."""
     if row.kind == "text":
         (rendered,) = renderer.render([row], Budget(max_tokens=data.max_tokens, too_long="error", turns="last"))
         if rendered.problem:
@@ -424,7 +426,7 @@ def _prompt_tokens(renderer: Renderer, row: Row, data: Data, max_tokens: int | N
 
 
 def _sample(readers: Sequence[SourceReader]) -> list[Row]:
-    """Enough of every source to know what is a template, which does not make rows alike."""
+    """Samples enough of every source to detect templates, so that they do not count as similarity."""
     limits = {"max_rows": -(-SAMPLE_ROWS // max(1, len(readers))), "max_characters": 32 << 20}
     sources = ((row for row in reader.rows() if isinstance(row, Row)) for reader in readers)
     return [row for rows in sources for row in next(chunked(rows, **limits), [])]
@@ -433,7 +435,7 @@ def _sample(readers: Sequence[SourceReader]) -> list[Row]:
 def _close(
     writers: dict[str, ExampleWriter], table: NDArray[np.int64], prompt: int | None, prompt_grids: Grids, *, sides: int
 ) -> Lengths | None:
-    """The files are written as far as there are rows for them."""
+    """Writes each file for which there are rows."""
     train, validation = writers["train"], writers["validation"]
     all_held = np.arange(validation.num_examples)
     _, most = max(train.images.most_pixels(table), validation.images.most_pixels(all_held), key=lambda found: found[0])

@@ -1,9 +1,8 @@
-"""The one renderer: training, evaluation and export get their text here, so a prompt is the same string and the same
+"""The only renderer: training, evaluation and export get their text here, so a prompt is the same string with the same
 tokens in all of them.
 
-A conversation becomes segments, each tokenised by itself: at inference the prompt ends where the answer begins, so no
-token may straddle that place.
-"""
+A conversation becomes segments that are tokenised separately: at inference the prompt ends where the answer begins, so
+no token may straddle that boundary."""
 
 import hashlib
 import json
@@ -24,17 +23,20 @@ from finefit.data.examples import Example, RenderedRow
 from finefit.data.image_check import fill_placeholders, num_image_tokens, require_image_tokens, with_placeholders
 from finefit.data.rows import IMAGE_PLACEHOLDER, ImageRef, Message, Row
 from finefit.data.template import ChatTemplate, TemplateFormat, Written, needed_for_turn, read_tools, require_tools
-from finefit.data.template_process import Conversation
+from finefit.data.template_process import TemplateRequest
 from finefit.errors import DataError
 from finefit.spec.data import TEMPLATE_OPTIONS
 from finefit.vision.family import ImageProcessor
 
 _TODAY = date(2024, 7, 26)
-"""For templates that write the date (Llama 3.2, gpt-oss): a prompt must be the same tomorrow. Llama's own fallback."""
+"""Date for templates that write one (Llama 3.2, gpt-oss), because a prompt must not change from day to day. It is
+Llama's own fallback."""
 _RESERVED = {"messages", "conversations", "tools", "documents", "chat_template"}
 _RESERVED |= {"add_generation_prompt", "continue_final_message"}
 
-_NO_VISION = ("the row has an image, and this model cannot see", "leave out the row, or the image in it")
+_NO_VISION = ("the row has an image, but this model is text-only", "leave out the row, or the image in it")
+_UNFINISHED = "\ufffd"
+"""How a tokenizer decodes the first bytes of a character whose last ones are not written yet."""
 _NEEDS_CHAT = "use a model with a chat template"
 _NO_ANSWER = ("the row has no answer after its prompt", "end the row with an answer")
 
@@ -52,11 +54,12 @@ class Segments(NamedTuple):
 
 
 Rendering = tuple[list[Segments], list[Segments]]
-"""A row in text: its examples, each in segments, and those of its rejected answer."""
+"""The rendered text of a row: the segments of each example, and those of its rejected answer."""
 
 Made = TypeVar("Made")
-Work = Generator[tuple[bool, tuple[Conversation, Conversation]], Written | None, Made]
-"""Asks for what the template has to write, that for rows with tools or without, and goes on with it."""
+RenderSteps = Generator[tuple[bool, tuple[TemplateRequest, TemplateRequest]], Written | None, Made]
+"""Yields the requests that the chat template has to render, with a flag for rows with tools, and resumes with their
+text."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,9 @@ class Renderer:
     tokenizer: PreTrainedTokenizerBase
     template: Literal["chat", "plain"]
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, over the defaults."""
+    """Variables of the chat template, which override the defaults."""
     model_stops: tuple[int, ...] = ()
-    """What the model's own generation settings stop at, besides the end of a turn."""
+    """Tokens at which the model's own generation settings stop, besides the end of a turn."""
     image_processor: ImageProcessor | None = None
 
     @cached_property
@@ -75,28 +78,28 @@ class Renderer:
 
     @property
     def pad(self) -> int:
-        """Padding is never attended to nor supervised, so any token will do where the tokenizer names none."""
+        """Padding is neither attended to nor supervised, so any token serves if the tokenizer has no padding token."""
         pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
         return int(pad if pad is not None else eos)
 
     @property
     def notes(self) -> tuple[str, ...]:
         opening = (
-            "the chat template writes answers after another text than it opens for generation; training and evaluation "
-            "use the first, other programs will open the turn differently"
+            "the chat template puts a different text before answers than it opens for generation; training and "
+            "evaluation use the former, but other programs will open the turn differently"
         )
         eos = str(self.tokenizer.eos_token)
-        ending = f"the chat template writes no end after an answer, so {eos!r} is added: the model has to learn to stop"
+        ending = f"the chat template writes no end after answers, so {eos!r} is added: the model has to learn to stop"
         return (*(() if self._format.is_stock else (opening,)), *(() if self._format.is_ended else (ending,)))
 
     @cached_property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Each ends generation: the end of a turn, of a text, and what the model's own settings name."""
+        """The tokens that end generation: the end of a turn, of a text, and those in the model's own settings."""
         end = self._encoder.ids([self._format.closing])[0][-1]
         return tuple(dict.fromkeys((end, int(self.tokenizer.eos_token_id), *self.model_stops)))
 
     def prompt_text(self, messages: Sequence[Message], *, tools: str = "", image_refs: Sequence[ImageRef] = ()) -> str:
-        """Up to the opening of the assistant's turn; images are the template's placeholders."""
+        """Returns the prompt up to the opening of the assistant's turn; images are the template's placeholders."""
         messages = self._placed(messages, image_refs)
         if self.template == "plain":
             return self._plain_prompt(messages, tools, has_images=bool(image_refs))
@@ -114,7 +117,7 @@ class Renderer:
         image_refs: Sequence[ImageRef] = (),
         max_tokens: int | None = None,
     ) -> list[int]:
-        """A prompt longer than `max_tokens` is cut like that of a training row."""
+        """A prompt longer than `max_tokens` is cut like the prompt of a training row."""
         if max_tokens is not None:
             messages = self.cut_prompt(messages, tools=tools, image_refs=image_refs, max_tokens=max_tokens)
         tokens = self._prompt_tokens(messages, tools, image_refs)
@@ -125,7 +128,7 @@ class Renderer:
     def cut_prompt(
         self, messages: Sequence[Message], *, tools: str = "", image_refs: Sequence[ImageRef] = (), max_tokens: int
     ) -> tuple[Message, ...]:
-        """The messages, cut so that their prompt fits. Images stay."""
+        """Returns the messages, cut so that their prompt fits. Images are kept."""
         messages = with_placeholders(messages, len(image_refs))
         kept = self._encoder.fit(
             messages, lambda cut: len(self._prompt_tokens(cut, tools, image_refs)), max_tokens, bool(image_refs)
@@ -149,16 +152,16 @@ class Renderer:
         return tokens
 
     def _before(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """What comes before the first tokens of a text. Chat templates write their own first token; plain text gets the
-        tokenizer's. A vision-language model is used through its processor, which writes the first token into plain
-        text, and puts it before a chat whose template has none."""
+        """Returns the token to add before a text. Chat templates write their own first token; plain text gets the
+        tokenizer's. A vision-language model is used through its processor, which adds the first token to plain text,
+        and to a chat whose template does not write it."""
         start = self._encoder.start
         if self.template == "plain":
             return start if self.image_processor is None else ()
         return start if self.image_processor is not None and tuple(ids[:1]) != start else ()
 
     def _placed(self, messages: Sequence[Message], image_refs: Sequence[ImageRef]) -> tuple[Message, ...]:
-        """The messages with a placeholder for each image, and no text that would be taken for one."""
+        """Returns the messages with a placeholder for each image, and rejects text that would be read as an image."""
         processor = self.image_processor
         if processor is None:
             if image_refs:
@@ -173,11 +176,11 @@ class Renderer:
         return tuple(replace(message, content=text) for message, text in zip(messages, texts, strict=True))
 
     def decode_answer(self, tokens: Sequence[int]) -> str:
-        """The answer in what a model wrote, without its end, its reasoning and what the template writes around it."""
+        """Returns the answer that a model generated, without end tokens, reasoning and template text."""
         form = self._format
         length = next((at for at, token in enumerate(tokens) if token in self._end_tokens), len(tokens))
         text = self._encoder.decoded(tokens[:length])
-        if length < len(tokens):  # else it was not finished
+        if length < len(tokens):  # otherwise the answer is unfinished
             text = text.removesuffix(self._encoder.added.split(form.closing, maxsplit=1)[0])
         if form.opening and text.startswith(form.opening):
             return text[len(form.opening) :]
@@ -186,8 +189,22 @@ class Renderer:
             return answer if between else text
         return text
 
+    def decode_so_far(self, tokens: Sequence[int]) -> str:
+        """What `decode_answer` will begin with, whatever the model writes next: without half a character, and without
+        what may yet turn out to be an opening, reasoning, or the beginning of an end."""
+        form, raw = self._format, self._encoder.decoded(tokens)
+        thought, closed = form.thought or ("", "")
+        if any(whole.startswith(raw) for whole in (form.opening, thought) if whole):
+            return ""
+        if thought and raw.startswith(thought) and closed not in raw:
+            return ""
+        text, ending = self.decode_answer(tokens), self._encoder.added.split(form.closing, maxsplit=1)[0]
+        text = text.rstrip(_UNFINISHED)
+        begun = (size for size in range(len(ending), 0, -1) if text.endswith(ending[:size]))
+        return text[: len(text) - next(begun, 0)]
+
     def render(self, rows: Sequence[Row], budget: Budget) -> list[RenderedRow]:
-        """One for each row, whatever is wrong with it. All segments are tokenised in one call."""
+        """Returns one result per row, also for rows with faults. All segments are tokenised in one call."""
         renderings = self._all([self._rendering(row, budget.turns) for row in rows])
         segments = self._segment_ids([found for found in renderings if not isinstance(found, DataError)])
         return [self._finished(row, found, segments, budget) for row, found in zip(rows, renderings, strict=True)]
@@ -212,7 +229,7 @@ class Renderer:
             return RenderedRow(problem=error.problem, remedy=error.remedy, num_tokens=num_tokens)
 
     def _cut(self, row: Row, num_tokens: int, budget: Budget) -> RenderedRow:
-        """Both sides of a pair keep the same prompt, so only what they share is cut."""
+        """Both sides of a pair keep the same prompt, so only the shared messages are cut."""
         num_shared = row.num_given if row.rejected else len(row.messages)
         row = replace(row, messages=with_placeholders(row.messages, len(row.image_refs)))
 
@@ -227,7 +244,7 @@ class Renderer:
             row.messages[:num_shared], lambda cut: rendered(cut).num_tokens, budget.max_tokens, bool(row.image_refs)
         )
         if kept is None:
-            why = f"and without what can be cut from the prompt still more than max_tokens {budget.max_tokens}"
+            why = f"which even after cutting the prompt is more than max_tokens {budget.max_tokens}"
             return self._too_long(row, num_tokens, why)
         shorter = rendered(kept)
         return replace(shorter, cut_tokens=num_tokens - shorter.num_tokens, num_tokens=num_tokens)
@@ -239,15 +256,15 @@ class Renderer:
         remedy = "raise data.max_tokens, or set data.too_long: drop to leave such rows out; an answer is never cut"
         return RenderedRow(problem=problem, remedy=remedy, is_too_long=True, num_tokens=num_tokens)
 
-    def _all(self, works: Sequence[Work[Rendering]]) -> list[Rendering | DataError]:
-        """What each piece of work comes to. All go on at one pace, so that each template writes for all at once."""
+    def _all(self, steps: Sequence[RenderSteps[Rendering]]) -> list[Rendering | DataError]:
+        """Runs all steps in parallel rounds, so that each template renders many requests at once."""
         done: dict[int, Rendering | DataError] = {}
-        results: dict[int, Written | None] = dict.fromkeys(range(len(works)))
+        results: dict[int, Written | None] = dict.fromkeys(range(len(steps)))
         while results:
-            needed: dict[bool, list[tuple[int, tuple[Conversation, Conversation]]]] = {False: [], True: []}
+            needed: dict[bool, list[tuple[int, tuple[TemplateRequest, TemplateRequest]]]] = {False: [], True: []}
             for at, written in results.items():
                 try:
-                    has_tools, both = works[at].send(written)
+                    has_tools, both = steps[at].send(written)
                     needed[has_tools].append((at, both))
                 except StopIteration as end:
                     done[at] = end.value
@@ -258,9 +275,9 @@ class Renderer:
                 if several:
                     texts = iter(self._templates[has_tools].write_all([one for _, both in several for one in both]))
                     results |= {at: (next(texts), next(texts)) for at, _ in several}
-        return [done[at] for at in range(len(works))]
+        return [done[at] for at in range(len(steps))]
 
-    def _rendering(self, row: Row, turns: Turns) -> Work[Rendering]:
+    def _rendering(self, row: Row, turns: Turns) -> RenderSteps[Rendering]:
         if row.images and not row.image_refs:
             raise DataError(*_NO_VISION)
         if row.kind == "text":
@@ -272,15 +289,16 @@ class Renderer:
             return examples, []
         rejected = yield from self._examples((*row.messages[: row.num_given], *row.rejected), row, turns)
         if examples == rejected:
-            problem = "both sides of the pair are rendered alike, so there is nothing to prefer"
+            problem = "both sides of the pair are rendered to the same text, so there is nothing to prefer"
             raise DataError(problem, "remove the pair, or fix one side")
         if max(len(examples), len(rejected)) > 1:
-            problem = "the chat template rewrites an earlier answer of a pair once more follows, so it is not one text"
-            raise DataError(problem, "set data.turns: last, which compares the last answers alone")
+            problem = "the chat template rewrites an earlier answer of a pair when more follows, so it is not one text"
+            raise DataError(problem, "set data.turns: last, which compares only the last answers")
         return examples, rejected
 
-    def _examples(self, messages: Sequence[Message], row: Row, turns: Turns) -> Work[list[Segments]]:
-        """Prompts and answers: one example as long as each prompt continues the last answer as it was trained."""
+    def _examples(self, messages: Sequence[Message], row: Row, turns: Turns) -> RenderSteps[list[Segments]]:
+        """Splits prompts and answers into segments. One example lasts as long as each prompt continues the last answer
+        as it was trained."""
         marked = with_placeholders(messages, len(row.image_refs))
         messages = self._placed(messages, row.image_refs)
         if self.template == "plain":
@@ -324,7 +342,7 @@ class Renderer:
             raise DataError(*_NO_ANSWER)
         answer, eos = messages[-1], str(self.tokenizer.eos_token)
         if answer.reasoning or answer.tool_calls:
-            raise DataError("the plain template has no place for reasoning or tool calls", _NEEDS_CHAT)
+            raise DataError("the plain template does not support reasoning or tool calls", _NEEDS_CHAT)
         prompt = self._plain_prompt(messages[:-1], tools, has_images=has_images)
         require_characters([prompt, answer.content])
         return [Segment(prompt, False), Segment(answer.content.removesuffix(eos) + eos, True)]
@@ -362,35 +380,37 @@ class Renderer:
         for segment, ids in pieces:
             tokens += ids
             supervised += (segment.supervised,) * len(ids)
-        if supervised[:1] == (True,):  # nothing comes before the first token that could predict it
+        if supervised[:1] == (True,):  # the first token has no context from which it could be predicted
             supervised = (False, *supervised[1:])
         return Example(tuple(tokens), supervised, image_refs)
 
     def _windows(self, text: str, ids: list[int], max_tokens: int) -> RenderedRow:
-        """Plain text in consecutive examples. Nothing comes before a window that could predict its first token."""
+        """Splits plain text into consecutive examples. The first token of each window has no context, so it is not
+        supervised."""
         if unknown := self._encoder.unknown_in(text, ids):
             raise _unknown_character(unknown)
         eos = int(self.tokenizer.eos_token_id)
         tokens = (*self._encoder.start, *ids, *(() if ids[-1:] == [eos] else (eos,)))
         borders = list(range(0, len(tokens), max_tokens))
         if len(borders) > 1 and len(tokens) - borders[-1] == 1 and max_tokens > 2:
-            borders[-1] -= 1  # a window of one token has nothing to learn
+            borders[-1] -= 1  # nothing can be learned from a window of one token
         windows = [tokens[start:end] for start, end in zip(borders, [*borders[1:], len(tokens)], strict=True)]
         examples = tuple(Example(window, (False, *(True,) * (len(window) - 1))) for window in windows)
         return RenderedRow(examples=examples, num_tokens=max(map(len, windows)))
 
     def _segment_ids(self, renderings: Sequence[Rendering]) -> Iterator[list[int]]:
-        """The tokens of all segments, in order. A segment that does not begin a text is read as the middle of one."""
+        """Yields the tokens of all segments, in order. A segment that does not start a text is tokenised as a
+        continuation."""
         texts = [one.segments for rendering in renderings for side in rendering for one in side]
         return self._encoder.pieces([(at > 0, segment.text) for text in texts for at, segment in enumerate(text)])
 
     def special_tokens_in(self, text: str) -> tuple[str, ...]:
-        """What the tokenizer would read as a special token instead of as text."""
+        """Returns the strings that the tokenizer would read as special tokens instead of text."""
         return tuple(dict.fromkeys(self._encoder.special.findall(text)))
 
     @cached_property
     def _templates(self) -> dict[bool, ChatTemplate]:
-        """By whether there are tools: a model may have a template of its own for them."""
+        """The templates, keyed by whether there are tools: a model may have a separate template for them."""
         eos, today = str(self.tokenizer.eos_token), {"strftime_now": _TODAY.strftime}
         variables = {**self.tokenizer.special_tokens_map, **TEMPLATE_OPTIONS, **today, **self.template_options}
         added = re.compile(f"(?:{self._encoder.added.pattern})+")
@@ -409,12 +429,12 @@ class Renderer:
 
     @cached_property
     def _end_tokens(self) -> frozenset[int]:
-        """Tokens after which no answer continues."""
+        """The tokens after which no answer continues."""
         first = self._encoder.added.search(self._format.closing)
         return frozenset((*self.stop_tokens, *(self._encoder.ids([first.group()])[0] if first else ())))
 
     def sha256(self) -> str:
-        """Equal hashes render equal prompts."""
+        """Renderers with equal hashes render equal prompts."""
         special: dict[str, Any] = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
         identity = {"kind": self.template, "template": self.tokenizer.chat_template, "special": special}
         identity |= {"start": self._encoder.start, "today": _TODAY.isoformat()}
@@ -431,17 +451,17 @@ def open_renderer(
     revision: str = "main",
     image_processor: ImageProcessor | None = None,
 ) -> Renderer:
-    """`image_processor`: of a vision-language model; without it only text is rendered."""
+    """`image_processor`: that of a vision-language model; without it only text is rendered."""
     tokenizer = encode.open_tokenizer(folder, revision=revision, has_vision=image_processor is not None)
     if template == "chat":
         encode.require_template(tokenizer, folder)
     options = dict(template_options or {})
     if reserved := sorted(_RESERVED & set(options)):
-        problem = f"data.template_options sets {', '.join(reserved)}, which the rows give"
-        raise DataError(problem, "take it out of data.template_options")
+        problem = f"data.template_options sets {', '.join(reserved)}, which come from the rows"
+        raise DataError(problem, "remove it from data.template_options")
     return Renderer(tokenizer, template, options, encode.model_stops(folder, revision), image_processor)
 
 
 def _unknown_character(character: str) -> DataError:
     problem = f"the tokenizer has no token for {character!r}, so the model cannot be taught to write it"
-    return DataError(problem, "take the character out of the row, or take a model whose tokenizer knows it")
+    return DataError(problem, "remove the character from the row, or use a model whose tokenizer knows it")

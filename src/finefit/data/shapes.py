@@ -1,5 +1,5 @@
-"""Which shape the records of a source have: recognised by the names of their columns, or declared in `fields:`. An
-ambiguous source is an error that lists the candidates and the line to write."""
+"""Determines the shape of a source's records: it is recognised by the names of their columns, or declared in `fields:`.
+An ambiguous source is an error that lists the candidates and the line to write."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ _SHAPES: Final[dict[str, tuple[Kind, Assemble]]] = {
     "plain text": ("text", assemble.plain_text),
 }
 
-# names as `plain` gives them
+# names as normalised by `plain`
 _SUMMARIES: Final = frozenset({"summary", "highlights"})
 _ANSWERS: Final = _SUMMARIES.union(
     {"answer", "answers", "label", "response", "output", "completion", "target", "targets", "solution"},
@@ -43,7 +43,7 @@ _MEDIA: Final = {
     for medium in ("audio", "video")
     for plain_name in (medium, f"{medium}s", f"{medium}path", f"{medium}paths", f"{medium}file", f"{medium}files")
 }
-"""What a column of this name holds; neither is offered."""
+"""The medium that a column of this name holds; neither is supported."""
 _MEANT: Final = (PROMPTS | _ANSWERS | CONTEXTS | _CHATS | _SYSTEMS | _TEXTS | _IMAGES | _CHOICES).union(
     {
         "chosen",
@@ -70,16 +70,16 @@ _DECLARED: Final[dict[frozenset[str], str]] = {
     frozenset({"text"}): "plain text",
 }
 
-# What published datasets leave to their documentation.
+# Conventions that published datasets state only in their documentation.
 _PUBLISHED_IMAGES: Final = {
     frozenset({"image_id", "flickr_original_url"}): "{image_id}.jpg",  # TextVQA
     frozenset({"id", "imageURL", "questions"}): "{id}",  # OCR-VQA: the URL has the extension, and many save all as .jpg
     frozenset({"image_id", "data_subtype"}): "COCO_{data_subtype}_{image_id:012}.jpg",  # VQAv2, on images of COCO
 }
-"""The file that an image's id means, by the columns that identify the dataset."""
+"""The file name that belongs to an image's id, by the columns that identify the dataset."""
 _NUMBERED_COLUMNS: Final = frozenset({"imageURL", "questions", "split"})
 _NUMBERED_SPLITS: Final = {"train": "1", "validation": "2", "test": "3"}
-"""OCR-VQA keeps its splits in one file."""
+"""OCR-VQA stores all its splits in one file."""
 
 Parts = dict[str, Column]
 
@@ -89,18 +89,20 @@ class Shape:
     name: str
     parts: Mapping[str, Column]
     mapping: dict[str, str]
-    """Which column is which part, for the user; `not used` names the rest."""
+    """Maps each part to its column, for the user; `not used` lists the other columns."""
     columns: frozenset[str] | None
-    """Those that the shape was recognised by; None where it was declared."""
+    """The columns from which the shape was recognised; None if it was declared."""
     beside: Fields = field(default_factory=Fields)
-    """What was declared beside a shape that was recognised."""
+    """Fields that were declared in addition to a recognised shape."""
+    good: str = "true"
+    """For judged answers: the label's value for a good one."""
 
     @property
     def kind(self) -> Kind:
         return _SHAPES[self.name][0]
 
     def rows(self, record: DataRecord) -> list[Row | BadRow]:
-        """At least one for every record."""
+        """Returns at least one row for every record."""
         try:
             shape = self._for(record)
             return _SHAPES[shape.name][1](shape.parts, record)
@@ -108,11 +110,13 @@ class Shape:
             return [BadRow(record.source, record.number, str(error))]
 
     def _for(self, record: DataRecord) -> "Shape":
-        """A later record may have a column that the first ones lack, such as `system`; its own shape is found then."""
+        """A later record may have a column that the first ones lack, such as `system`; then its own shape is
+        detected."""
         if self.columns is None:
             return self
-        if media := [name for name, value in record.value.items() if plain(name) in _MEDIA and columns.is_given(value)]:
-            raise RecordError(f"has {_MEDIA[plain(media[0])]} in {media[0]}, and only text and images are trained on")
+        for name, value in record.value.items():
+            if medium := _medium(name, value):
+                raise RecordError(f"has {medium} in {name}, and only text and images are trained on")
         if record.value.keys() <= self.columns:
             return self
         new = [name for name in record.value if name not in self.columns and plain(name) in _MEANT]
@@ -138,26 +142,34 @@ def find_shape(sample: Sequence[DataRecord], fields: Fields, *, source: str) -> 
         if name is None or (name == "plain text" and len(declared) > 1):
             known = "; ".join(" and ".join(sorted(names, key=list(Fields.model_fields).index)) for names in _DECLARED)
             remedy = f"give one of: {known}; all but text may have system, tools, images"
-            raise DataError(f"{seen.source}: fields with {', '.join(declared)} are not a shape", remedy)
+            raise DataError(f"{seen.source}: fields with {', '.join(declared)} are not a known shape", remedy)
         parts = {field: seen.column(written, field) for field, written in declared.items()}
         return _shape(seen, name, parts, is_declared=True)
     shape = _recognised(seen)
-    if media := [name for name in seen.named(_MEDIA) if seen.values[name]]:
-        what = f"{_MEDIA[plain(media[0])]} (column {media[0]})"
+    media = ((name, _medium(name, value)) for name, values in seen.values.items() for value in values)
+    if found := next(((name, medium) for name, medium in media if medium), None):
+        what = f"{found[1]} (column {found[0]})"
         problem = f"{seen.source} holds {what}, and finefit trains on text and images: it would be ignored"
         raise DataError(problem, f"leave these rows out, or train on their text alone with {fields_line(shape.parts)}")
     if not declared:
         return shape
-    # Only an addition to a shape is declared, such as the column of an image.
+    # Only additions to a recognised shape are declared, such as the column of an image.
     if shape.name == "plain text":
         problem = f"{seen.source} holds plain text, which has no {', '.join(declared)}"
-        raise DataError(problem, "take these out of fields, or name a prompt and an answer")
+        raise DataError(problem, "remove these from fields, or name a prompt and an answer")
     parts = dict(shape.parts) | {field: seen.column(written, field) for field, written in declared.items()}
     return replace(_shape(seen, shape.name, parts), beside=fields)
 
 
+def _medium(name: str, value: object) -> str | None:
+    """What a column holds that no model is trained on here: by its name, else by what it is."""
+    if not columns.is_given(value):
+        return None
+    return _MEDIA.get(plain(name)) or columns.recording(value)
+
+
 def _recognised(seen: SampleColumns) -> Shape:
-    # The names of these columns mean nothing else.
+    # These column names are unambiguous.
     parts = _columns(seen, context={"meetingtranscripts"}, general={"generalquerylist"}, specific={"specificquerylist"})
     if "context" in parts and len(parts) > 1:
         return _shape(seen, "QMSum", parts)
@@ -176,16 +188,16 @@ def _recognised(seen: SampleColumns) -> Shape:
 
 def _pair(seen: SampleColumns) -> Shape | None:
     parts = _columns(seen, chosen={"chosen"}, rejected={"rejected"})
-    if len(parts) < 2:  # as LLaMA-Factory names them
+    if len(parts) < 2:  # LLaMA-Factory's names
         parts = _columns(seen, chosen={"chosenmessages"}, rejected={"rejectedmessages"})
     if len(parts) < 2:
         return None
     first = [talk[0] for talk in _conversations(seen, parts["chosen"].name)]
     if any(message.get("role", message.get("from")) in ("system", "user", "human") for message in first):
-        return _shape(seen, "preference pairs", parts | _beside(seen), prompt="what both begin with")
+        return _shape(seen, "preference pairs", parts | _beside(seen), prompt="the start of both")
     prompts = _prompts(seen) + [{"prompt": _named(name)} for name in _chat_columns(seen)]
     if not prompts:
-        problem = f"{seen.source} has pairs but no prompt that is known; its columns are {listed(seen.values)}"
+        problem = f"{seen.source} has pairs but no known prompt column; its columns are {listed(seen.values)}"
         raise DataError(problem, f"name the prompt: {fields_line({'prompt': Column('...')} | parts)}")
     if len(prompts) > 1:
         raise _ambiguous(seen, f"may have its prompt in {_either(prompts)}", (prompt | parts for prompt in prompts))
@@ -223,9 +235,9 @@ def _several(seen: SampleColumns) -> Shape | None:
 
 
 def _question(seen: SampleColumns) -> Shape | None:
-    """A question and its answer under their many names, including a document and its summary."""
+    """Recognises a question and its answer under their many names, including a document and its summary."""
     answers, prompts, label = seen.named(_ANSWERS), _prompts(seen), _verdict(seen)
-    # `kto_tag` judges any answer; `label` may be the answer itself, except beside a completion.
+    # `kto_tag` judges any answer; `label` may be the answer itself, unless there is a completion.
     if label and plain(label.name) == "label" and {plain(answer) for answer in answers} != {"completion", "label"}:
         label = None
     answers = [name for name in answers if label is None or name != label.name]
@@ -245,8 +257,8 @@ def _question(seen: SampleColumns) -> Shape | None:
         parts = parts | _columns(seen, references={"correctanswers"}, **wrong)
     parts = parts | _beside(seen) | ({"label": label} if label else {})
     choices = [name for name in seen.named(_CHOICES) if any(map(_holds_choices, seen.values[name]))]
-    if "prompt" in parts and choices:  # a question that was asked with choices cannot be answered without them
-        problem = f"has {' and '.join(choices)} beside {parts['prompt'].name}, and they would not be part of the prompt"
+    if "prompt" in parts and choices:  # a question asked with choices cannot be answered without them
+        problem = f"has {' and '.join(choices)} beside {parts['prompt'].name}, but they would not be part of the prompt"
         raise _ambiguous(seen, problem, [*(parts | {"choices": _named(name)} for name in choices), parts])
     return _shape(seen, name or _name(parts), parts)
 
@@ -259,7 +271,8 @@ def _holds_choices(value: object) -> bool:
 
 
 def _prompts(seen: SampleColumns) -> list[Parts]:
-    """What may be the prompt: Alpaca's two columns, or a question with its context; several where it is ambiguous."""
+    """Returns the candidates for the prompt: Alpaca's two columns, or a question with its context; several if it is
+    ambiguous."""
     alpaca = _columns(seen, prompt={"instruction"}, input={"input"}, history={"history"})
     contexts = seen.named(CONTEXTS)
     asked = {plain(name) for name in seen.values} & PROMPTS
@@ -281,17 +294,21 @@ def _name(parts: Parts) -> str:
 
 
 def _verdict(seen: SampleColumns) -> Column | None:
-    """`kto_tag` whatever it holds, `label` where it is true or false."""
+    """Returns `kto_tag` whatever it holds, and `label` if it holds only verdicts."""
     if tags := _columns(seen, label={"ktotag"}):
         return tags["label"]
     label = _columns(seen, label={"label"}).get("label")
-    values = seen.values[label.name] if label else []
-    are_verdicts = all(isinstance(value, bool | str) and str(value).lower() in ("true", "false") for value in values)
-    return label if values and are_verdicts else None
+    return label if label and _written_verdicts(seen, label) else None
+
+
+def _written_verdicts(seen: SampleColumns, label: Column) -> tuple[str, str] | None:
+    """Returns how this column writes good and bad; None if it holds any other value."""
+    written = {str(value).lower() for value in seen.values.get(label.name, [])}
+    return next((pair for pair in columns.VERDICTS if written and written <= set(pair)), None)
 
 
 def _text(seen: SampleColumns) -> Shape:
-    """Tried last, because many other shapes have a `text` too."""
+    """Plain text is tried last, because many other shapes have a `text` column too."""
     texts = [name for name in seen.named(_TEXTS) if any(isinstance(value, str) for value in seen.values[name])]
     others = seen.named(PROMPTS) + seen.named(_ANSWERS)
     if len(texts) == 1 and not others:
@@ -310,7 +327,7 @@ def _named(name: str) -> Column:
 
 
 def _columns(seen: SampleColumns, **names: Iterable[str]) -> Parts:
-    """The column of each part, where there is one; several candidates are an error."""
+    """Returns the column of each part that has one; several candidates are an error."""
     parts: Parts = {}
     for part, known in names.items():
         found = seen.named(frozenset(known))
@@ -324,7 +341,8 @@ def _columns(seen: SampleColumns, **names: Iterable[str]) -> Parts:
 
 def _beside(seen: SampleColumns) -> Parts:
     def image_rank(name: str) -> tuple[int, bool]:
-        """Bytes before paths before anything else; then the column that is called just `image`."""
+        """Ranks columns of bytes before paths before anything else, and then the column that is simply called
+        `image`."""
         first = next(iter(seen.values[name]), None)
         held = columns.held_image(first[0] if isinstance(first, list) else first)
         return 0 if isinstance(held, bytes) else 1 if held else 2, plain(name) not in ("image", "images", "img")
@@ -355,7 +373,9 @@ def _shape(seen: SampleColumns, name: str, parts: Parts, *, is_declared: bool = 
     unused += [f"{mapping['messages']}[].{field}" for field in sorted(set().union(*map(metadata, held("messages"))))]
     if unused:
         mapping["not used"] = listed(unused)
-    return Shape(name=name, parts=parts, mapping=mapping, columns=None if is_declared else frozenset(seen.values))
+    good = (_written_verdicts(seen, parts["label"]) if "label" in parts else None) or ("true", "false")
+    known = None if is_declared else frozenset(seen.values)
+    return Shape(name=name, parts=parts, mapping=mapping, columns=known, good=good[0])
 
 
 def _either(prompts: Iterable[Parts]) -> str:
@@ -368,7 +388,7 @@ def _ambiguous(seen: SampleColumns, problem: str, ways: Iterable[Mapping[str, Co
 
 
 def fields_line(parts: Mapping[str, Column]) -> str:
-    """What a user can write to choose this reading."""
+    """Returns the line with which a user can choose this reading."""
     names = {part: column.name for part, column in parts.items() if part in Fields.model_fields}
     if parts.keys() & {"context", "input", "choices"}:
         asked = "\\n".join(f"{{{parts[part].name}}}" for part in ("prompt", "input", "choices") if part in parts)
@@ -378,6 +398,7 @@ def fields_line(parts: Mapping[str, Column]) -> str:
 
 
 def numbered_split(columns: Collection[str], split: str) -> dict[str, tuple[str, ...]]:
-    """The column and value that records of this split have; empty where the dataset does not number its splits."""
+    """Returns the column and value that identify records of this split; empty if the dataset does not number its
+    splits."""
     is_numbered = frozenset(columns) >= _NUMBERED_COLUMNS and split in _NUMBERED_SPLITS
     return {"split": (_NUMBERED_SPLITS[split],)} if is_numbered else {}

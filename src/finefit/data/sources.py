@@ -1,6 +1,6 @@
-"""The rows of a source of the spec, streamed: the files it names, the records that `where` selects, their shape and
-what is joined to them; and which rows take part, which are held out, and how often each is seen. Selection is seeded
-and decided before anything is rendered."""
+"""Streams the rows of a source of the spec: finds its files, selects records by `where`, determines their shape and
+joins other files. It also decides which rows take part, which are held out, and how often each is seen; this selection
+is seeded and made before anything is rendered."""
 
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,22 +22,22 @@ from finefit.errors import DataError
 from finefit.spec.data import Data, Fields, Source
 
 Wanted = Mapping[str, tuple[str, ...]]
-"""By column, the values, as `scalar` writes them, that a row of the source may have."""
+"""For each column, the values (as `scalar` writes them) that a row of the source may have."""
 Keys = NDArray[np.uint64]
 Mask = NDArray[np.bool_]
 
 _SAMPLE = 100
-"""Records at the start of a file that its shape is recognised by."""
+"""Number of records at the start of a file from which its shape is recognised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """The records of another file, by the id that they share with these."""
+    """Joins the records of another file by the id that both share."""
 
     path: str
     column: str
     partners: dict[str | int, Value | None]
-    """None for an id that occurs more than once."""
+    """The other file's records by id; None for an id that occurs more than once."""
 
     def joined(self, record: DataRecord) -> DataRecord | BadRow:
         at = record.value.get(self.column)
@@ -48,7 +48,7 @@ class Join:
             fault = f"occurs more than once in {self.path}" if at in self.partners else f"{self.path} lacks"
             return BadRow(record.source, record.number, f"{its} {fault}")
         if others := [name for name in partner.keys() & record.value.keys() if partner[name] != record.value[name]]:
-            fault = f"has another {others[0]} than its partner in {self.path}: {shown(partner[others[0]])}"
+            fault = f"has a different {others[0]} than its partner in {self.path}: {shown(partner[others[0]])}"
             return BadRow(record.source, record.number, fault)
         return replace(record, value=record.value | partner)
 
@@ -56,20 +56,20 @@ class Join:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceReader:
     source: str
-    """The path as the spec has it."""
+    """The path as written in the spec."""
     files: tuple[DataFile, ...]
     shapes: tuple[Shape, ...]
-    """One per file, all of one kind."""
+    """One shape per file, all of the same kind."""
     unit: Unit | None = None
-    """What a record of a text file is, where the user says so."""
+    """The record unit of a text file, if the user sets it."""
     join: Join | None = None
     wanted: Wanted = field(default_factory=dict)
     images_root: tuple[str, Path] | None = None
-    """Where paths of images start, as the user names it and resolved; None: in the folder of their file."""
+    """Root of image paths, as the user names it and resolved; None for the folder of each data file."""
     build: Callable[[Row], Row | BadRow] | None = None
 
     def rows(self) -> Iterator[Row | BadRow]:
-        """Every record of every file yields at least one."""
+        """Every record of every file yields at least one row."""
         for file, shape in zip(self.files, self.shapes, strict=True):
             name, root = self.images_root or ("", file.path.parent)
             for record in _selected(_records(file, self.unit, self.join), self.wanted):
@@ -115,7 +115,7 @@ def open_source(source: Source, base: Path, *, split: str) -> SourceReader:
 def _shapes(
     path: str, files: Sequence[DataFile], samples: Sequence[Sequence[DataRecord | BadRow]], fields: Fields
 ) -> tuple[Shape, ...]:
-    """A file of which nothing can be read has the shape of the first that can."""
+    """A file without readable records gets the shape of the first file that has some."""
     records = [[record for record in sample if isinstance(record, DataRecord)] for sample in samples]
     both = zip(files, records, strict=True)
     found = [find_shape(read, fields, source=file.name) if read else None for file, read in both]
@@ -136,7 +136,7 @@ def _shapes(
 
 
 def _selected(records: Iterable[DataRecord | BadRow], wanted: Wanted) -> Iterator[DataRecord | BadRow]:
-    """The records that have what `where` names. A record without such a column is a bad one."""
+    """Yields the records that match `where`. A record without such a column becomes a bad row."""
     for record in records:
         try:
             if isinstance(record, BadRow) or all(_matches(record, *want) for want in wanted.items()):
@@ -147,7 +147,7 @@ def _selected(records: Iterable[DataRecord | BadRow], wanted: Wanted) -> Iterato
 
 def _matches(record: DataRecord, name: str, values: tuple[str, ...]) -> bool:
     if not is_given(record.value.get(name)):
-        raise RecordError(f"has no {name}, by which rows are chosen")
+        raise RecordError(f"has no {name}, by which rows are selected")
     return scalar(record.value[name], name) in values
 
 
@@ -156,7 +156,7 @@ def _described(wanted: Wanted) -> str:
 
 
 def _none_selected(path: str, wanted: Wanted) -> DataError:
-    remedy = "say by `where` which records are meant, such as where: {split: 1}"
+    remedy = "select records with `where`, such as where: {split: 1}"
     return DataError(f"{path} has no record with {_described(wanted)}", remedy)
 
 
@@ -170,7 +170,7 @@ def _records(file: DataFile, unit: Unit | None, join: Join | None) -> Iterator[D
 def _join(path: str, files: tuple[DataFile, ...], base: Path, split: str) -> Join:
     others = find_files(path, base, split=split)
     ours, theirs = _first_columns(files), _first_columns(others)
-    # all questions about an image share its id, so that does not identify a record
+    # all questions about an image share its id, so an image id does not identify a record
     shared = [name for name in ours if name in theirs and plain(name).endswith("id") and plain(name) != "imageid"]
     if len(shared) != 1:
         what = f"no id column is in both: {', '.join(ours)}; {', '.join(theirs)}"
@@ -201,26 +201,26 @@ LEFT_OUT = ("left out by limit", "left out by weight")
 
 @dataclass(frozen=True, slots=True)
 class RowSelection:
-    """Which rows of a source take part, by their place among its usable rows."""
+    """Which rows of a source take part, by their index among its usable rows."""
 
     taken: Mask | None = None
-    """None for all."""
+    """None for all rows."""
     elsewhere: Mask | None = None
     """Rows of another split, which are not counted in this one."""
     reason: str = ""
-    """Why the other rows are left out."""
+    """The reason why the other rows are left out."""
 
     def require(self, ordinal: int, source: str) -> None:
-        """A file that grows while it is read has rows that nothing was decided about."""
+        """Raises an error for a file that grows while it is read: its new rows have no decision."""
         if any(mask is not None and ordinal >= len(mask) for mask in (self.taken, self.elsewhere)):
-            remedy = "give the command again when nothing writes to it"
+            remedy = "run the command again when nothing writes to the file"
             raise DataError(f"{source} has changed while it was read", remedy)
 
 
 def select_rows(
     data: Data, readers: Sequence[SourceReader], seed: int, *, with_system: bool
 ) -> list[tuple[RowSelection | None, RowSelection]]:
-    """For every training source the rows that are held out for validation, and those that are trained on."""
+    """Returns for every training source the rows that are held out for validation and the rows that are trained on."""
     chosen = [sampled(reader, s.weight, s.limit, seed) for s, reader in zip(data.train, readers, strict=True)]
     share = data.validation.share if data.validation else None
     if share is None:
@@ -255,7 +255,8 @@ def sampled(reader: SourceReader, weight: float, limit: int | None, seed: int) -
 
 
 def sampled_rows(reader: SourceReader, source: Source, seed: int) -> Iterator[Row | BadRow]:
-    """All rows of a source; those that its limit or weight leaves out come as bad rows with a reason of `LEFT_OUT`."""
+    """Yields all rows of a source; those that its limit or weight leaves out become bad rows with a reason of
+    `LEFT_OUT`."""
     selection = sampled(reader, source.weight, source.limit, seed)
     ordinal = -1
     for row in reader.rows():
@@ -266,7 +267,7 @@ def sampled_rows(reader: SourceReader, source: Source, seed: int) -> Iterator[Ro
 
 
 def _keys(reader: SourceReader, *, with_system: bool) -> tuple[Keys, Keys]:
-    """For every row the key of its prompt, and its record's place among the records."""
+    """Returns for every row the key of its prompt, and the index of its record."""
     prompts: list[int] = []
     records: list[int] = []
     usable = (row for row in reader.rows() if isinstance(row, Row))
@@ -278,7 +279,8 @@ def _keys(reader: SourceReader, *, with_system: bool) -> tuple[Keys, Keys]:
 
 
 def group_keys(prompts: Keys, records: Keys) -> Keys:
-    """The least prompt key of all rows that share a prompt or a record with this one, directly or through others."""
+    """Returns for each row the smallest prompt key among all rows that share a prompt or a record with it, directly or
+    through others."""
     groups = [np.unique(keys, return_inverse=True)[1] for keys in (records, prompts)]
     keys, before = prompts, None
     while before is None or (keys != before).any():
@@ -291,7 +293,7 @@ def group_keys(prompts: Keys, records: Keys) -> Keys:
 
 
 def weighted(begin: int, end: int, weight: float, seed: int) -> NDArray[np.int64]:
-    """Each example as often as it is seen in an epoch; a fractional weight repeats a seeded part once more."""
+    """Lists each example as often as it is seen in an epoch; a fractional weight repeats a seeded subset once more."""
     numbers = np.arange(begin, end)
     if weight <= 1:
         return numbers

@@ -1,6 +1,6 @@
-"""What a chat template writes around an answer, learned by rendering marked conversations; none is known by name."""
+"""Learns what a chat template writes around an answer by rendering marked conversations; no template is known by
+name."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -9,62 +9,66 @@ from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
+from finefit import bounded
 from finefit.data.rows import IMAGE_PLACEHOLDER, Message
-from finefit.data.template_process import Conversation, Json, TemplateProcess, Tools, shared_process
+from finefit.data.template_process import Json, TemplateProcess, TemplateRequest, Tools, shared_process
 from finefit.errors import DataError
 
 _ANSWER, _THOUGHT, _NAME = "Zq0AnswerMark0qZ", "Zq0ThoughtMark0qZ", "zq0_call_mark"
-"""Stand for an answer and its parts, to find what a template writes around them."""
+"""Markers that replace an answer and its parts, to find the template's text around them."""
 _THINKING = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 _BLANKS = re.compile(r"\s*")
-_NO_ROOM = "the chat template has no place for the reasoning before this answer"
-_WITHOUT_REASONING = "leave the reasoning out of the row, or take a model whose template writes it"
-_OTHER_MODEL = "leave the row out, or take a model whose chat template writes tools and their calls"
+_NO_ROOM = "the chat template does not write the reasoning before this answer"
+_WITHOUT_REASONING = "leave the reasoning out of the row, or use a model whose template writes it"
+_OTHER_MODEL = "leave the row out, or use a model whose chat template writes tools and their calls"
 
 
 class TemplateFormat(NamedTuple):
     is_stock: bool
-    """An answer follows the prompt that the template itself opens for generation."""
+    """The answer follows the prompt that the template itself opens for generation."""
     opening: str
-    """Between prompt and answer: the model has to write it."""
+    """Text between prompt and answer that the model has to write."""
     closing: str
-    """Between the answer and the end of generation, the end included."""
+    """Text from the answer to the end of generation, including the end token."""
     is_ended: bool
     thought: tuple[str, str] | None
-    """Before the reasoning, and between it and the answer, where the template has a place for it after the prompt."""
+    """Text before the reasoning, and between reasoning and answer, if the template writes reasoning after the
+    prompt."""
 
 
 Written = Sequence[str | DataError]
 
 
-def needed_for_turn(dicts: Sequence[Json], at: int, tools: Tools) -> tuple[Conversation, Conversation]:
-    """What has to be written to know the turn of the answer at `at`: all before it, and all up to it."""
-    return Conversation(dicts[:at], True, tools), Conversation(dicts[: at + 1], False, tools)
+def needed_for_turn(dicts: Sequence[Json], at: int, tools: Tools) -> tuple[TemplateRequest, TemplateRequest]:
+    """Returns the two requests to render to locate the answer at `at`: up to it, and including it."""
+    return TemplateRequest(dicts[:at], True, tools), TemplateRequest(dicts[: at + 1], False, tools)
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
     name: str
-    """With its model, for errors."""
+    """The template's name with its model, for errors."""
     source: str
     variables: Mapping[str, Any]
     eos: str
     added: re.Pattern[str]
-    """Runs of tokens that were added to the vocabulary, which templates use as delimiters."""
+    """Matches runs of tokens that were added to the vocabulary, which templates use as delimiters."""
     special: re.Pattern[str]
-    """One of those that are not text."""
+    """Matches one added token that is special."""
     process: TemplateProcess = field(default_factory=shared_process, compare=False, repr=False)
 
-    def write_all(self, conversations: Sequence[Conversation]) -> list[str | DataError]:
-        """In one go, which is much quicker than one by one. A DataError is for a conversation that is refused."""
+    def write_all(self, conversations: Sequence[TemplateRequest]) -> list[str | DataError]:
+        """Renders all requests at once, which is much faster than one by one. A refused conversation gives a
+        DataError."""
         return self.process.render(self.name, self.source, self.variables, conversations)
 
     def write(self, messages: Sequence[Json], *, opening: bool, tools: Tools = None) -> str:
-        """`opening`: with the opening of the assistant's turn."""
-        return _accepted(*self.write_all([Conversation(messages, opening, tools)]))
+        """`opening`: add the opening of the assistant's turn."""
+        return _accepted(*self.write_all([TemplateRequest(messages, opening, tools)]))
 
     def prompt(self, messages: Sequence[Json], tools: Tools) -> str:
-        """The template's own opening for generation, or all before an answer where it writes none after that."""
+        """Returns the template's own opening for generation, or everything before an answer if answers do not follow
+        that opening."""
         return self._prompt(self.write(messages, opening=True, tools=tools), messages, tools)
 
     def _prompt(self, stock: str, messages: Sequence[Json], tools: Tools) -> str:
@@ -82,8 +86,8 @@ class ChatTemplate:
     def turn(
         self, messages: Sequence[Message], dicts: Sequence[Json], at: int, tools: Tools, written: Written
     ) -> tuple[str, str]:
-        """The prompt of the answer at `at`, and all that the model has to write after it, up to its end. `written`:
-        what the template writes for `needed_for_turn`."""
+        """Returns the prompt of the answer at `at`, and everything that the model has to write after it, including the
+        end. `written`: the rendered requests of `needed_for_turn`."""
         message, form = messages[at], self.format
         stock, whole = map(_accepted, written)
         is_usual = form.is_stock and not message.reasoning and not message.tool_calls
@@ -96,7 +100,8 @@ class ChatTemplate:
     def _rare_turn(
         self, message: Message, before: Sequence[Json], tools: Tools, stock: str, whole: str
     ) -> tuple[str, str]:
-        """The answer is not where it usually is; its place is found by rendering a marked one in the same context."""
+        """Handles an answer that is not at its usual position, which is then found by rendering a marked answer in the
+        same context."""
         prompt = self._prompt(stock, before, tools)
         if not whole.startswith(prompt):
             is_lost = bool(message.reasoning)
@@ -117,8 +122,8 @@ class ChatTemplate:
         return prompt, self._ended(whole, len(prompt), end, is_call=bool(message.tool_calls))
 
     def _ended(self, whole: str, start: int, end: int, *, is_call: bool = False) -> str:
-        """From `start` to the end of generation after `end`: the tokenizer's end token, or the first added tokens. A
-        call's own text holds special tokens, so the last of those ends its turn."""
+        """Returns the text from `start` to the end of generation after `end`: the tokenizer's end token, or the first
+        added tokens. The text of a tool call contains special tokens, so the last of them ends its turn."""
         eos = whole.find(self.eos, end)
         if eos >= 0:
             return whole[start : eos + len(self.eos)]
@@ -140,13 +145,13 @@ class ChatTemplate:
         if "</think>" in message.content:
             return DataError(f"{_NO_ROOM}: it leaves out what is in <think>", _WITHOUT_REASONING)
         if self.variables["enable_thinking"] and self.writes_reasoning and not whole.startswith(prompt):
-            remedy = "take enable_thinking out of data.template_options, or give every answer its reasoning"
-            return DataError("the chat template opens the thinking, and this answer has no reasoning before it", remedy)
+            remedy = "remove enable_thinking from data.template_options, or give every answer its reasoning"
+            return DataError("the chat template opens the thinking, but this answer has no reasoning before it", remedy)
         return _lost(prompt, whole)
 
     @cached_property
     def format(self) -> TemplateFormat:
-        """Learned from the simplest conversation that the template accepts."""
+        """The format is learned from the simplest conversation that the template accepts."""
         for before in ([self._said("user", "Hi.")], [self._said("system", "Be brief."), self._said("user", "Hi.")]):
             with suppress(DataError):
                 return self._format_of(before)
@@ -174,7 +179,7 @@ class ChatTemplate:
         )
 
     def thoughts_apart(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Reasoning inside an answer moves to where the template looks for it, if it does."""
+        """Moves reasoning inside an answer to where the template expects it, if the template writes reasoning."""
         apart = list(messages)
         for at, message in enumerate(messages):
             if message.role == "assistant" and not message.reasoning and "<think>" in message.content:
@@ -184,7 +189,8 @@ class ChatTemplate:
         return apart
 
     def dicts(self, messages: Sequence[Message], *, has_images: bool = False) -> list[Json]:
-        """As templates expect them: a tool's answer names its call. `has_images`: placeholders stand for images."""
+        """Converts messages to the form that templates expect: a tool's answer names its call. `has_images`:
+        placeholders mark images."""
         dicts: list[Json] = []
         open_calls: Iterator[Json] = iter(())
         for message in messages:
@@ -203,7 +209,7 @@ class ChatTemplate:
         if message.reasoning and not self.writes_reasoning:
             problem = "the chat template does not write the reasoning of a message"
             inside = "put it into the answer, as <think>reasoning</think>answer"
-            raise DataError(problem, f"{inside}, or leave it out, or take a model whose template writes it")
+            raise DataError(problem, f"{inside}, or leave it out, or use a model whose template writes it")
         written = self._said(message.role, message.content, message.reasoning)
         if message.tool_calls:
             if self.call_form is None:
@@ -223,7 +229,7 @@ class ChatTemplate:
 
     @cached_property
     def is_typed(self) -> bool:
-        """Whether the template takes a content only as a list of typed parts, as those of vision models may."""
+        """Whether the template accepts content only as a list of typed parts, as the templates of vision models may."""
         said = (("user", "Hi."), ("assistant", _ANSWER))
         plain, typed = ([{"role": role, "content": form(text)} for role, text in said] for form in (str, _typed))
         return not self._shows(plain, _ANSWER) and self._shows(typed, _ANSWER)
@@ -234,7 +240,8 @@ class ChatTemplate:
 
     @cached_property
     def call_form(self) -> "_CallForm | None":
-        """Whether the template takes arguments as an object or as JSON text, and missing content as "" or None."""
+        """The form of tool calls that the template accepts: arguments as an object or as JSON text, and missing content
+        as "" or None."""
         for form in (_CallForm(*choice) for choice in product((False, True), ("", None))):
             calls = [_call(_NAME, f'{{"mark": "{_ANSWER}"}}', 0, form)]
             message = {"role": "assistant", "content": form.no_content, "tool_calls": calls}
@@ -267,8 +274,8 @@ def _typed(text: str) -> list[dict[str, str]]:
 
 def _call(name: str, arguments: str, at: int, form: _CallForm) -> Json:
     try:
-        decoded = json.loads(arguments)
-    except (ValueError, RecursionError) as error:
+        decoded = bounded.parse_json(arguments)
+    except ValueError as error:
         problem = f"the arguments of the call of {name!r} are not JSON: {error}"
         raise DataError(problem, "write them as a JSON object") from None
     if not isinstance(decoded, dict):
@@ -278,7 +285,7 @@ def _call(name: str, arguments: str, at: int, form: _CallForm) -> Json:
 
 
 def _end_of(answer: str, whole: str, start: int) -> int | None:
-    """Where the answer that begins at `start` ends; templates may trim its blanks."""
+    """Returns where the answer that begins at `start` ends; templates may trim its white space."""
     text, blanks = answer.strip(), _BLANKS.match(whole, start)
     begin = blanks.end() if blanks else start
     return begin + len(text) if whole.startswith(text, begin) else None
@@ -287,16 +294,16 @@ def _end_of(answer: str, whole: str, start: int) -> int | None:
 def _lost(prompt: str, whole: str) -> DataError:
     written = whole[len(prompt) :] if whole.startswith(prompt) else whole
     problem = f"the chat template does not write the answer unchanged; after {prompt[-40:]!r} comes {written[-80:]!r}"
-    return DataError(problem, "a model whose template does, or `data.template: plain`, can be trained on these rows")
+    return DataError(problem, "set `data.template: plain`, or use a model whose template writes answers unchanged")
 
 
 def read_tools(tools: str) -> Tools:
-    """In the form that most templates expect: a function in an object that says so."""
+    """Converts tools to the form that most templates expect: each function inside an object with its type."""
     if not tools:
         return None
     try:
-        listed = json.loads(tools)
-    except (ValueError, RecursionError) as error:
+        listed = bounded.parse_json(tools)
+    except ValueError as error:
         raise DataError(f"the tools are not JSON: {error}", "write them as a JSON list") from None
     if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
         remedy = "write them as a JSON list of objects with name, description and parameters"
@@ -305,7 +312,7 @@ def read_tools(tools: str) -> Tools:
 
 
 def require_tools(tools: Tools, prompt: str) -> None:
-    """A model cannot call what its prompt does not name."""
+    """A model cannot call a tool that its prompt does not name."""
     for tool in tools or ():
         name = tool["function"].get("name", "")
         if not isinstance(name, str):

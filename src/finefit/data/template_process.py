@@ -1,10 +1,10 @@
-"""Chat templates are programs that come with a model, so they run in a process of their own, under limits of processor
-time, memory and length: one that loops without end or fills the memory ends that process alone.
+"""Chat templates are programs that come with a model, so they run in a separate process with limits on CPU time, memory
+and output length: a template that loops forever or exhausts memory ends only that process.
 
-The process renders with transformers' own function. It starts on first use, serves every template of the process that
-started it, and ends when the pipe from there is closed, which the end of that process does too. The system enforces the
-limits, since no Python code runs while, say, a power of two large numbers is computed: a timer of processor time, which
-a busy machine does not shorten, and a limit of the address space (where there is /proc; macOS has no such limit)."""
+The process renders with transformers' own function. It starts on first use, serves all templates of its parent process,
+and ends when the pipe from the parent is closed, which also happens when the parent ends. The operating system enforces
+the limits, since no Python code runs while, say, a power of two large numbers is computed: a timer of CPU time, which a
+busy machine does not shorten, and a limit of the address space (if there is /proc; macOS has no such limit)."""
 
 import importlib
 import importlib.util
@@ -30,40 +30,41 @@ Json = dict[str, Any]
 Tools = list[Json] | None
 
 SECONDS, SECONDS_EACH = 10.0, 0.1
-"""Of processor time for all conversations that are written at once, and more for each, which takes below 1 ms."""
+"""CPU seconds for a request, plus seconds for each of its conversations, which take below 1 ms."""
 MEMORY_BYTES, MEMORY_FACTOR = 256 << 20, 32
-"""Beyond what the process has at its start, and more for each byte of the conversations: a long one is in memory
-several times, with up to four bytes for a character."""
+"""Bytes beyond the memory of the process at its start, plus bytes for each byte of the conversations: a long
+conversation is in memory several times, with up to four bytes per character."""
 CHARACTERS_EACH, CHARACTERS_FACTOR = 64 << 10, 16
-"""That may be written for each conversation, and for each byte of the template and the conversations: whoever reads it
-has no such limits."""
+"""Characters that may be written per conversation, and per byte of the template and the conversations, because the
+reader of the output has no such limits."""
 
 _REQUEST = struct.Struct("!dQQQQ")
-"""Seconds, bytes of memory, characters; then the lengths of the pickled template and conversations, which follow."""
+"""Request header: seconds, bytes of memory, characters, and the lengths of the pickled template and conversations,
+which follow."""
 _ANSWER = struct.Struct("!cQ")
-"""For each conversation: what follows, and its length."""
+"""Answer header: type tag and byte length."""
 _TEXT, _REFUSAL, _SYNTAX, _FAILURE = b"t", b"r", b"s", b"f"
-"""What follows. The last two are about the template itself, and end the answers."""
+"""Type tags of an answer. The last two report errors of the template itself, and end the answers."""
 _TOO_MUCH_MEMORY, _TOO_LONG = 81, 82
 """Exit codes."""
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What a template's code can raise on messages that it does not expect, besides jinja's own errors; the last on deeply
-nested tools."""
+"""Errors, besides jinja's own, that a template's code can raise on messages that it does not expect; the last occurs on
+deeply nested tools."""
 _BUFFER_BYTES = 1 << 16
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 _OWN_TEMPLATE = "use the template that belongs to the model: chat_template.jinja, or in tokenizer_config.json"
 
 
-class Conversation(NamedTuple):
+class TemplateRequest(NamedTuple):
     messages: Sequence[Json]
     opening: bool
-    """With the opening of the assistant's turn."""
+    """Add the opening of the assistant's turn."""
     tools: Tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one request."""
+    """The limits of one request."""
 
     conversations: int
     seconds: float
@@ -80,11 +81,11 @@ class Limits:
         )
 
     def error_of(self, code: int, name: str) -> FinefitError:
-        """`code`: that the process ended with while it rendered."""
+        """`code`: the exit code of the process."""
         several = "1 conversation" if self.conversations == 1 else f"{self.conversations:,} conversations"
         remedy = f"{_OWN_TEMPLATE}; it needs far less"
         if code == -signal.SIGPROF:
-            problem = f"{name} takes more than {self.seconds:.1f} s of processor time for {several}"
+            problem = f"{name} takes more than {self.seconds:.1f} s of CPU time for {several}"
             return ModelError(problem, remedy)
         if code == _TOO_MUCH_MEMORY:
             problem = f"{name} takes more than {self.memory_bytes >> 20:,} MiB of memory for {several}"
@@ -102,7 +103,7 @@ class Limits:
 
 
 class TemplateProcess:
-    """Ends when nothing refers to this object any more."""
+    """The process ends when nothing refers to this object any more."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -110,9 +111,10 @@ class TemplateProcess:
         self._lock = threading.Lock()
 
     def render(
-        self, name: str, source: str, variables: Mapping[str, Any], conversations: Sequence[Conversation]
+        self, name: str, source: str, variables: Mapping[str, Any], conversations: Sequence[TemplateRequest]
     ) -> list[str | DataError]:
-        """What the template writes for each conversation, or that it refuses it. `name`: of the template, in errors."""
+        """Returns for each conversation the text that the template writes, or its refusal. `name`: the template's name
+        in errors."""
         if not conversations:
             return []
         template = pickle.dumps((source, dict(variables)))
@@ -133,7 +135,7 @@ class TemplateProcess:
                 code = process.wait()
                 self._end()
                 raise limits.error_of(code, name) from None
-            except BaseException:  # such as Ctrl-C: the next request must not find this one's answers
+            except BaseException:  # on Ctrl-C, for example, the next request must not read the answers of this one
                 self._end()
                 raise
 
@@ -141,7 +143,7 @@ class TemplateProcess:
         if self._process is None or self._process.poll() is not None:
             self._end()
             command = [sys.executable, "-P", "-m", "finefit.data.template_process"]
-            # in a session of its own: a Ctrl-C in the terminal is for its parent, which may still need it
+            # in a session of its own: Ctrl-C in the terminal is for the parent, which may still need this process
             self._process = subprocess.Popen(
                 command, bufsize=_BUFFER_BYTES, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
@@ -154,23 +156,23 @@ class TemplateProcess:
         self._process = self._finalizer = None
 
     def forget(self) -> None:
-        """In a fork: the process is the parent's, and ends when nobody else holds the pipe to it."""
+        """Detaches from the process in a fork: it belongs to the parent, and ends when nobody else holds its pipe."""
         if self._process is not None and self._finalizer is not None:
             self._finalizer.detach()
-            self._process.returncode = 0  # not ours to wait for
+            self._process.returncode = 0  # the parent waits for it
             nowhere = os.open(os.devnull, os.O_RDWR)
-            for pipe in _pipes(self._process):  # closed here, they would send what another thread has yet to send
+            for pipe in _pipes(self._process):  # closing them would flush what another thread has yet to send
                 os.dup2(nowhere, pipe.fileno(), inheritable=False)
             os.close(nowhere)
         self._process = self._finalizer = None
-        self._lock = threading.Lock()  # another thread of the parent may have held it
+        self._lock = threading.Lock()  # another thread of the parent may have held the lock
 
 
 _shared: "weakref.WeakSet[TemplateProcess]" = weakref.WeakSet()
 
 
 def shared_process() -> TemplateProcess:
-    """The one of this process, for as long as somebody refers to it."""
+    """Returns the shared instance of this Python process, which lives as long as something refers to it."""
     found = next(iter(_shared), None) or TemplateProcess()
     _shared.add(found)
     return found
@@ -188,7 +190,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
     process.wait()
     for pipe in _pipes(process):
-        with suppress(BrokenPipeError):  # what was not sent is not wanted
+        with suppress(BrokenPipeError):  # unsent data is no longer needed
             pipe.close()
 
 
@@ -225,15 +227,15 @@ def _read(pipe: IO[bytes], size: int) -> bytes:
 def _refusal(reason: str) -> DataError:
     return DataError(
         f"the chat template refuses this conversation: {reason}",
-        "change the messages to what the template takes: some have no system role, or want user and assistant to "
+        "change the messages to what the template accepts: some have no system role, or require user and assistant to "
         "alternate",
     )
 
 
 def main() -> None:
-    """The process itself."""
+    """Runs in the template process."""
     answers = os.fdopen(os.dup(1), "wb", _BUFFER_BYTES)
-    os.dup2(2, 1)  # what a library prints is not an answer
+    os.dup2(2, 1)  # output that a library prints must not be read as an answer
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     render, start_bytes = _load_renderer(), _address_space_bytes()
@@ -249,7 +251,7 @@ def main() -> None:
             answers.flush()
     except MemoryError:
         os._exit(_TOO_MUCH_MEMORY)
-    except (EOFError, BrokenPipeError):  # the other process needs no more, or has ended
+    except (EOFError, BrokenPipeError):  # the parent is done, or has ended
         os._exit(0)
 
 
@@ -281,12 +283,12 @@ def _rendered(
         return _REFUSAL, str(error)
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 a program that is not ours may raise anything
+    except Exception as error:  # noqa: BLE001 a program from outside may raise anything
         return _FAILURE, f"{type(error).__name__}: {error}"
 
 
 def _load_renderer() -> Callable[..., Any]:
-    """transformers' own function, without what the package loads around it, which takes five times as long."""
+    """Returns transformers' own function, without loading the rest of the package, which takes five times as long."""
     found = importlib.util.find_spec("transformers")
     assert found is not None
     assert found.origin is not None
@@ -298,7 +300,7 @@ def _load_renderer() -> Callable[..., Any]:
     module = "transformers.utils.chat_template_utils"
     try:
         render: Callable[..., Any] = importlib.import_module(module).render_jinja_template
-    except (ImportError, AttributeError):  # a version of it that needs the rest
+    except (ImportError, AttributeError):  # a version of the module that needs the rest
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
             del sys.modules[name]
         render = importlib.import_module(module).render_jinja_template
@@ -306,7 +308,7 @@ def _load_renderer() -> Callable[..., Any]:
 
 
 def _address_space_bytes() -> int | None:
-    """Of this process; None where it cannot be read, nor limited."""
+    """Returns the address space of this process; None if it can be neither read nor limited."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except FileNotFoundError:
@@ -314,7 +316,7 @@ def _address_space_bytes() -> int | None:
 
 
 def _limit_memory(size: int) -> None:
-    """No more than the user has set for all processes."""
+    """Never raises the limit that the user has set for all processes."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))
 

@@ -1,4 +1,4 @@
-"""Rows to arrays of tokens, chunk by chunk: in this process, or for much data in several."""
+"""Tokenises rows chunk by chunk, in this process or, if there is much data, in several."""
 
 import os
 from collections import deque
@@ -30,44 +30,44 @@ from finefit.spec.data import Data
 
 Made = TypeVar("Made")
 CheckedImages = tuple[ImageRef, ...] | str
-"""The images of a row, or what is wrong with them."""
+"""The images of a row, or a description of what is wrong with them."""
 
 FIX_IMAGES = "fix or replace these images"
 _CHUNK_ROWS = 256
 _CHUNK_CHARACTERS = 4 << 20
-"""A row may be a whole book."""
+"""Limits a chunk by size, because a row may be a whole book."""
 _BYTES_PER_PROCESS = 32 << 20
-"""A process takes some seconds to start."""
+"""Data per extra process; starting one takes seconds."""
 _IMAGES_FOR_ALL = 1000
-"""From this number of images to decode, every core is worth its start."""
+"""With at least this many images to decode, it pays to start a process on every core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedChunk:
-    """What a chunk of rows became; arrays, because they travel between processes."""
+    """The rendered rows of a chunk, as arrays, because they are sent between processes."""
 
     tokens: NDArray[np.int32]
     supervised: NDArray[np.uint8]
     lengths: NDArray[np.int32]
-    """Of the sequences, one after the other; the sides of a pair are two of them."""
+    """Lengths of the sequences, in order; the two sides of a pair are two sequences."""
     examples: list[int]
-    """The number of examples of each row; 0 where it cannot be used."""
+    """The number of examples of each row; 0 if it cannot be used."""
     sides: int
-    """Sequences of an example."""
+    """Sequences per example."""
     cut: list[int]
     problems: dict[int, tuple[str, str]]
     too_long: dict[int, str]
-    """Rows that do not fit, and by how much."""
+    """Rows that do not fit, with the excess."""
     special: dict[int, tuple[str, ...]]
     fingerprints: list[Fingerprint]
     image_refs: list[tuple[ImageRef, ...]]
     num_images: list[list[int]]
-    """For each example of each row, how many of the row's images it has: the first ones."""
+    """For each example of each row: how many of the row's images it has, counted from the first."""
 
 
 class ChunkRenderer:
     def __init__(self, renderer: Renderer, budget: Budget, *, with_system: bool = False, pairs: bool = False) -> None:
-        """`pairs`: rows are preference pairs, and both their sides are kept."""
+        """`pairs`: rows are preference pairs, and both sides are kept."""
         self._renderer, self._budget, self._with_system, self._pairs = renderer, budget, with_system, pairs
         self.has_vision = renderer.image_processor is not None
         self._checker = None if renderer.image_processor is None else ImageChecker(renderer.image_processor)
@@ -75,7 +75,7 @@ class ChunkRenderer:
     def check_images(self, rows: Sequence[Row]) -> list[CheckedImages]:
         found: list[CheckedImages] = []
         for row in rows:
-            try:  # a renderer without an image processor refuses rows with images
+            try:  # a renderer without an image processor rejects rows with images
                 found.append(() if self._checker is None else self._checker(row))
             except RecordError as error:
                 found.append(str(error))
@@ -112,7 +112,7 @@ class ChunkRenderer:
 
 
 def _of_kind(found: RenderedRow, *, pairs: bool) -> RenderedRow:
-    """The row, or why it is not of the kind that is trained on."""
+    """Returns the row, or the reason why it is not of the kind that is trained on."""
     if found.problem:
         return found
     if bool(found.rejected) is not pairs:
@@ -123,11 +123,11 @@ def _of_kind(found: RenderedRow, *, pairs: bool) -> RenderedRow:
         return found
     (chosen,), (rejected,) = found.examples, found.rejected
     if chosen.tokens == rejected.tokens:
-        problem = "has two sides that are the same tokens, so there is nothing to prefer"
+        problem = "has two sides with the same tokens, so there is nothing to prefer"
         return RenderedRow(problem=problem, remedy="remove the pair, or fix one side")
     if not any(chosen.supervised[1:]) or not any(rejected.supervised[1:]):
         remedy = "give the pair a prompt, and both sides an answer"
-        return RenderedRow(problem="has a side without a token to learn from", remedy=remedy)
+        return RenderedRow(problem="has a side without supervised tokens", remedy=remedy)
     return found
 
 
@@ -153,8 +153,8 @@ def chunked(rows: Iterable[Row], *, max_rows: int, max_characters: int) -> Itera
 def num_processes(
     readers: Sequence[SourceReader], checked: Sequence[SourceReader] = (), *, has_vision: bool = False
 ) -> int:
-    """The rows of `readers` are rendered; of those of `checked` only the images are checked."""
-    if has_vision:  # images lie in files of their own, so the size of the data says little
+    """The rows of `readers` are rendered; for the rows of `checked` only the images are checked."""
+    if has_vision:  # images are in separate files, so the size of the data says little
         rows = islice((row for reader in (*readers, *checked) for row in reader.rows()), _IMAGES_FOR_ALL)
         if sum(len(row.images) for row in rows if isinstance(row, Row)) >= _IMAGES_FOR_ALL:
             return count_cores()
@@ -168,8 +168,8 @@ _worker: ChunkRenderer | None = None
 def _start_worker(
     parent: int, tokenizer: Path, data: Data, processor_factory: ProcessorFactory, with_system: bool, pairs: bool
 ) -> None:
-    end_with_parent(parent)  # it would wait for more rows for ever: each of them holds both ends of the queue
-    global _worker  # a process of the pool has one renderer
+    end_with_parent(parent)  # otherwise it would wait forever, because each worker holds both ends of the queue
+    global _worker  # each pool process has one renderer
     processor, options = image_processor_of(processor_factory), data.template_options
     renderer = open_renderer(tokenizer, data.template, template_options=options, image_processor=processor)
     _worker = ChunkRenderer(renderer, _budget(data), with_system=with_system, pairs=pairs)
@@ -185,7 +185,7 @@ def _budget(data: Data) -> Budget:
 
 
 class TokenizerPool:
-    """Rows to rendered chunks, in their order. Of several processes each works a little ahead and no more."""
+    """Renders rows to chunks, in order. With several processes each works only a little ahead."""
 
     def __init__(
         self,

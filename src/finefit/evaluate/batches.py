@@ -1,7 +1,8 @@
-"""Prompts in batches: the longest first, as many as the planned limit allows, fewer after running out of memory.
+"""Batches of prompts: the longest first, as many as the planned limit allows, fewer after running out of memory.
 
-The longest come first so that what does not fit fails at once, and rows of similar length share a batch. The images of
-the next batches are decoded in processes of their own meanwhile."""
+The longest come first so that what does not fit fails at once and rows of similar length share a batch. Meanwhile other
+processes decode the images of the next batches.
+"""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +30,7 @@ from finefit.vision.family import ImageGeometry, ImageInput, ImageProcessor
 T = TypeVar("T")
 Warn = Callable[[str], None]
 Ahead = Callable[[Sequence[int], Sequence[int]], None]
-"""(indices of a batch, indices after it): prepares what they need."""
+"""Called with (indices of a batch, indices after it); prepares what they need."""
 Submit = Callable[..., "Future[Any]"]
 """(function, *arguments) -> its result, such as `BatchWorkers.submit`."""
 ImageRefs = Sequence[Sequence[ImageRef]]
@@ -46,8 +47,9 @@ def in_batches(
     warn: Warn,
     ahead: Ahead = lambda _now, _then: None,
 ) -> Iterator[tuple[int, T]]:
-    """(index, result) of every row. `lengths`: tokens at its end; `compute` gets the indices of a batch: the longest
-    row, and as many after it as fit when padded. One that runs out of memory is halved, and so are those after it."""
+    """(index, result) of every row. `lengths` are the rows' final tokens, prompt and answer. `compute` gets the indices
+    of a batch: the longest waiting row, and as many after it as fit when padded. If a batch runs out of memory, it and
+    all later ones are halved."""
     waiting = sorted(range(len(lengths)), key=lambda at: -lengths[at])
     while waiting:
         length = lengths[waiting[0]]
@@ -69,7 +71,7 @@ def in_batches(
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        warn(f"out of memory with {num_rows} rows of up to {length:,} tokens at once; went on with {num_rows // 2}")
+        warn(f"out of memory with {num_rows} rows of up to {length:,} tokens at once; continued with {num_rows // 2}")
 
 
 def _attempt(compute: Callable[[list[int]], Sequence[T]], chosen: list[int]) -> Sequence[T] | str:
@@ -83,7 +85,7 @@ def _attempt(compute: Callable[[list[int]], Sequence[T]], chosen: list[int]) -> 
 
 
 def limit_for(model: nn.Module, lengths: Sequence[int], batch_limit: EvalBatchLimit) -> EvalBatchLimit:
-    """One row at a time where a long row would change the others beside it."""
+    """Limits batches to one row if a long row would change the others beside it."""
     is_changing = turns_by_longest(causal_of(model).config, max(lengths, default=0))
     return replace(batch_limit, rows=1) if is_changing else batch_limit
 
@@ -100,7 +102,8 @@ class ImagePrefetch:
         return _processor(self._factory).geometry
 
     def ahead(self, now: Iterable[ImageRef], then: Iterable[ImageRef]) -> None:
-        """Starts on all images of `now`, and on those of `then` as far as they may wait. Others are dropped."""
+        """Starts to decode all images of `now`, and those of `then` up to the limit of waiting images. Others are
+        dropped."""
         wanted, total = dict.fromkeys(now), 0
         for ref in then:
             total += ref.num_values
@@ -135,7 +138,8 @@ def prefetching(images: ImagePrefetch | None, image_refs: ImageRefs) -> Ahead:
 
 
 def require_images(rows: Sequence[Row]) -> None:
-    """Before a model is loaded: every image must be what it was when its row was prepared. All faults are reported."""
+    """Verifies, before a model is loaded, that every image is what it was when its row was prepared. Reports all
+    faults."""
     first: dict[ImageRef, str] = {}
     for row in rows:
         first |= {ref: row.place for ref in row.image_refs if ref not in first}
@@ -159,9 +163,9 @@ def require_images(rows: Sequence[Row]) -> None:
 class Answer:
     text: str
     new_tokens: int
-    """The stop token included."""
+    """Includes the stop token."""
     is_cut: bool
-    """It had not ended after max_new_tokens."""
+    """Whether the answer reached max_new_tokens before its end."""
 
 
 def answers(
@@ -177,8 +181,9 @@ def answers(
     images: ImagePrefetch | None = None,
     image_refs: ImageRefs = (),
 ) -> Iterator[tuple[int, Answer]]:
-    """(index, answer) for every prompt. The others of a batch change it only by the rounding of kernels. `choose`: how
-    the tokens of a batch are chosen, by the indices of its prompts. `images`: with the `image_refs` of all prompts."""
+    """(index, answer) for every prompt. Other prompts in the batch change an answer only by the rounding of kernels.
+    `choose` selects the tokens of a batch from the indices of its prompts. `images` goes with the `image_refs` of all
+    prompts."""
     lengths, stops = [len(prompt) + max_new_tokens for prompt in prompts], renderer.stop_tokens
 
     def compute(chosen: list[int]) -> list[Answer]:

@@ -1,11 +1,11 @@
-"""The tokens after a batch of prompts: all prompts pass the model once, then each step gives every row one token, the
-likeliest one or a sampled one.
+"""Generates the tokens after a batch of prompts: all prompts pass the model once, then each step gives every row one
+token, the likeliest or a sampled one.
 
 Prompts are padded on the right and pass without a mask, as training rows do: attention is causal, so no row sees its
 padding, and the fast kernels can be used. What padding leaves in the cache is masked from then on; prompts of one
-length never need a mask. Vision-language models read whole prompts with their images by their `VisionForward`. Nothing
-in `prefill`, `vision_prefill` and `decode_step` is read on the host, so that a rehearsal can run them. B rows, T
-tokens, S slots of the cache, H hidden, V words of the vocabulary.
+length never need a mask. Vision-language models read whole prompts with their images through their `VisionForward`.
+`prefill`, `vision_prefill` and `decode_step` read nothing on the host, so a rehearsal can run them. B rows, T tokens, S
+slots of the cache, H hidden, V words of the vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from finefit.vision.tiles import as_attention_masks
 _STEPS_PER_CHECK = {"cpu": 1, "cuda": 8}
 """Steps between two checks for stop tokens: a check waits for the GPU."""
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Without cuDNN's, which needs a preparation for every new length, and each token has one."""
+"""Excludes cuDNN's kernels, which need a preparation for every new length, and each token is a new length."""
 ChooseTokens = Callable[[Tensor, int, Tensor], Tensor]
 """(rows_B, step, logits_BV) -> tokens_B: the next token of each row; `rows_B` are their numbers among the prompts."""
 MakeImageInputs = Callable[[NDArray[np.int64], Sequence[int]], Extra]
@@ -44,12 +44,13 @@ class DecodeState:
 
     cache: DynamicCache
     positions_B1: Tensor
-    """Of the next tokens in their rows."""
+    """Positions of the next tokens within their rows."""
     is_own_BS: Tensor | None
-    """Which slots of the cache hold a token of the row, those to come included; None: all do."""
+    """Which slots of the cache hold a token of the row, future ones included; None if all do."""
     slots: int
     last_hidden_B1H: Tensor | None = None
-    """Of a vision-language model: the hidden state of the prompts' last tokens, which gives the first new tokens."""
+    """In a vision-language model, the hidden state of the prompts' last tokens, from which the first new tokens are
+    chosen."""
 
     def keep(self, rows: Sequence[int]) -> None:
         self.cache.batch_select_indices(torch.tensor(rows))  # on the host: layers may lie on several cards
@@ -60,7 +61,7 @@ class DecodeState:
 
 def prefill(model: nn.Module, input_ids_BT: Tensor, lengths: Sequence[int], *, max_new_tokens: int) -> DecodeState:
     """Reads all prompts except their last tokens, which the first `decode_step` gets, so that no needless logits are
-    made here. `lengths`: of each row without its padding."""
+    computed here. `lengths` are those of the rows without padding."""
     width, device = input_ids_BT.shape[1], input_ids_BT.device
     lengths_B1 = torch.tensor(lengths, device=device).unsqueeze(1)
     cache = DynamicCache(config=causal_of(model).config.get_text_config(decoder=True))
@@ -76,7 +77,7 @@ def vision_prefill(
     model: nn.Module, input_ids_BT: Tensor, lengths: Sequence[int], extra: Extra, *, max_new_tokens: int
 ) -> DecodeState:
     """Reads whole prompts with their images: in some families earlier tokens attend to the last one. `extra` is on the
-    device. The cache keeps all tokens: a sliding layer would drop a row's own tokens and keep its padding."""
+    device. The cache keeps all tokens, because a sliding layer would drop a row's own tokens and keep its padding."""
     causal, vision_forward = causal_of(model), vision_forward_in(model)
     assert vision_forward is not None
     width, device = input_ids_BT.shape[1], input_ids_BT.device
@@ -105,7 +106,8 @@ def decode_step(
     tokens_B: Tensor,
     pick: Callable[[Tensor], Tensor] = lambda logits_BV: logits_BV.argmax(-1),
 ) -> Tensor:
-    """As `pick` chooses from the logits after `tokens_B`; right after `vision_prefill` these tokens do not matter."""
+    """One decode step: the next tokens that `pick` chooses from the logits after `tokens_B`. Right after
+    `vision_prefill`, `tokens_B` is ignored."""
     if vision_forward_in(model) is not None:
         return pick(_vision_logits(model, state, tokens_B)[:, -1])
     state.slots += 1
@@ -141,7 +143,7 @@ def _vision_logits(model: nn.Module, state: DecodeState, tokens_B: Tensor) -> Te
 
 
 def _masks(state: DecodeState, causal: PreTrainedModel) -> Tensor | dict[str, Tensor | None] | None:
-    """One for each kind of layer where the language tower has several kinds, else one."""
+    """One mask for each kind of layer if the language tower has several kinds, else one mask."""
     text = causal.config.get_text_config(decoder=True)
     own = None if state.is_own_BS is None else state.is_own_BS[:, None, None, : state.slots]
     window = getattr(text, "sliding_window", None)
@@ -152,7 +154,7 @@ def _masks(state: DecodeState, causal: PreTrainedModel) -> Tensor | dict[str, Te
 
 
 def _near(state: DecodeState, window: int) -> Tensor | None:
-    """The last `window` of a row's own tokens."""
+    """A mask of the last `window` tokens of each row, without padding."""
     slots, own_BS = state.slots, state.is_own_BS
     if slots <= window:
         return None if own_BS is None else own_BS[:, None, None, :slots]
@@ -182,7 +184,8 @@ def decode(
     choose: ChooseTokens,
     make_images: MakeImageInputs | None = None,
 ) -> list[list[int]]:
-    """Up to and with the first stop token. `make_images`: the prompts' image inputs, for a vision-language model."""
+    """The tokens up to and including the first stop token. `make_images` makes the prompts' image inputs for a
+    vision-language model."""
     longest = max(map(len, prompts)) + max_new_tokens
     new, stop_set = max_new_tokens, frozenset(stops)
     how: dict[str, Any] = {"max_new_tokens": new, "stops": stop_set, "device": device, "choose": choose}
@@ -208,7 +211,7 @@ def _step_by_step(
     device: str,
     choose: ChooseTokens,
 ) -> list[list[int]]:
-    """Rows that have ended leave the batch once they are half of it."""
+    """Rows that have ended leave the batch once they make up half of it."""
     tokens_B = torch.tensor([prompt[-1] for prompt in prompts], device=device)
     written: list[list[int]] = [[] for _ in prompts]
     batch = list(range(len(prompts)))
@@ -242,7 +245,8 @@ def _by_transformers(
     device: str,
     choose: ChooseTokens,
 ) -> list[list[int]]:
-    """For models that may not depend on positions alone: padded on the left, as transformers expects."""
+    """Handles models that may not depend on positions alone: prompts are padded on the left, as transformers
+    expects."""
     width = max(map(len, prompts))
     input_ids_BT = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask_BT = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
@@ -258,7 +262,7 @@ def _by_transformers(
 
 @dataclass(frozen=True, slots=True)
 class _ChosenTokens:
-    """A logits processor that leaves `generate` nothing to choose: all rows stay in its batch, in their order."""
+    """A logits processor that leaves `generate` no choice: all rows stay in its batch, in their order."""
 
     choose: ChooseTokens
     width: int
@@ -270,7 +274,7 @@ class _ChosenTokens:
 
 
 def until_stop(tokens: Sequence[int], stops: frozenset[int]) -> list[int]:
-    """Up to and with the first stop token."""
+    """The tokens up to and including the first stop token."""
     end = next((at for at, token in enumerate(tokens) if token in stops), len(tokens))
     return list(tokens[: end + 1])
 
@@ -283,25 +287,26 @@ def _padded_right(rows: Sequence[Sequence[int]], pad: int, device: str) -> tuple
 
 
 def causal_of(model: nn.Module) -> PreTrainedModel:
-    """The model below its adapters."""
+    """The model without its adapters."""
     causal = without_adapter(model)
     assert isinstance(causal, PreTrainedModel)
     return causal
 
 
 def uniform_draws(seed: int, row: str, sample: int, *, steps: int) -> list[float]:
-    """From 0 to 1, one for each step, whichever rows share the batch. `row`: the prompt."""
+    """Draws from 0 to 1, one for each step, whichever rows share the batch. `row` is the number of the prompt."""
     digest = blake2b(f"{seed}\x1e{sample}\x1e{row}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
     drawn: list[float] = np.random.Generator(np.random.PCG64(int.from_bytes(digest))).random(steps).tolist()
     return drawn
 
 
 def sample_by(draws: Sequence[Sequence[float]], *, temperature: float, device: str) -> ChooseTokens:
-    """`draws`: for each row, one for each step."""
+    """`draws` has one row of draws per prompt, one draw per step."""
     draws_BS = torch.tensor(draws, dtype=torch.float64, device=device)
 
     def sampled(rows_B: Tensor, step: int, logits_BV: Tensor) -> Tensor:
-        """The first word whose cumulative probability exceeds the draw; in float64, or the tail would be cut off."""
+        """The first word whose cumulative probability exceeds the draw. The sum is in float64, or the tail would be cut
+        off."""
         summed_BV = torch.softmax(logits_BV.to(torch.float64) / temperature, dim=-1).cumsum(-1)
         wanted_B1 = draws_BS[rows_B, step].unsqueeze(1) * summed_BV[:, -1:]
         tokens_B: Tensor = torch.searchsorted(summed_BV, wanted_B1, right=True).squeeze(1)

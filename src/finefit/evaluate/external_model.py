@@ -1,7 +1,6 @@
-"""A model that is evaluated outside its training run: a model folder, an adapter, a checkpoint, a model of the hub, or
-what a stage of a pipeline made. Here it is found, with its tokenizer and the settings that its prompts get."""
+"""A model that is evaluated outside its training run: a model folder, an adapter, a checkpoint, a model on the hub, or
+the output of a pipeline stage. This module finds it, its tokenizer and the settings for its prompts."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from finefit.artifacts.stage_records import Stage
 from finefit.data.image_check import ModelProcessor
 from finefit.data.render import open_renderer
 from finefit.errors import ModelError, RunError
+from finefit.facts.files import read_object, read_weight_file, reading_model
 from finefit.model import resolve_model as models
 from finefit.spec.data import Data, ImageLimits, Source
 from finefit.spec.models import CustomModel, EmbeddedModel, FolderModel, Full, HubModel, Lora, Model, ShapeModel, Tuning
@@ -21,7 +21,7 @@ from finefit.spec.tasks import CustomTask
 from finefit.vision.family import ImageProcessor
 
 FORMS = "a run directory, a folder with a model or an adapter, hub:owner/name, or embedded:smollm2-135m"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+_OTHER_ADAPTER = "name another adapter"
 _EMBEDDED: Literal["smollm2-135m"] = "smollm2-135m"
 _MAX_NAME, _SEED = 64, 42
 
@@ -31,17 +31,17 @@ class ExternalModel:
     """Paths are absolute."""
 
     name: str
-    """Of the run directory of its evaluations."""
+    """The name of the run directory of its evaluations."""
     label: str = "model"
-    """Scores are filed under it, where those of a run have the name of a checkpoint."""
+    """The label under which scores are filed, in place of the name of a checkpoint."""
     model: Model
     resolved: models.ResolvedModel
     weights: Path | None = None
-    """A folder with an adapter over the model."""
+    """A folder with an adapter for the model."""
     tuning: Tuning
     tokenizer: Path
     prompts: Spec
-    """The spec whose template, form and lengths the prompts get."""
+    """The spec whose template, form and lengths the prompts use."""
     max_prompt_tokens: int | None = None
 
     @property
@@ -51,7 +51,7 @@ class ExternalModel:
 
 
 def find_external_model(target: str, *, base: str | None = None) -> ExternalModel:
-    """`base`: the model below an adapter, where the adapter's config does not lead to it."""
+    """`base` is the model below an adapter, if the adapter's config does not lead to it."""
     folder = Path(target).resolve()
     if (folder / models.ADAPTER_CONFIG).is_file():
         return _with_adapter(folder, None if base is None else _model_named(base))
@@ -61,7 +61,7 @@ def find_external_model(target: str, *, base: str | None = None) -> ExternalMode
 
 
 def stage_model(name: str, wired: WiredModel, prompts: Spec) -> ExternalModel:
-    """A model of a pipeline. It is prompted as the stage that asks it says, not as it was trained."""
+    """A model of a pipeline. Its prompts follow the stage that evaluates it, not its training."""
     adapter = None if wired.adapter is None else Path(wired.adapter).resolve()
     found = _with_adapter(adapter, wired.model) if adapter else _whole_model(wired.model, name, None)
     return replace(found, name=name, label=name, prompts=prompts, max_prompt_tokens=prompts.max_prompt_tokens())
@@ -76,7 +76,7 @@ def rows_spec(data: Data, *, seed: int, evaluations: tuple[Evaluation, ...] = ()
 
 
 def without_rows(data: Data, *, form_base: Path) -> Data:
-    """The part of `data` that decides how a row is rendered. A user's own task file lies under `form_base`."""
+    """The part of `data` that decides how a row is rendered. A user's own task file is below `form_base`."""
     form = data.task
     if isinstance(form, CustomTask):
         form = form.model_copy(update={"path": str((form_base / form.path).resolve())})
@@ -98,7 +98,7 @@ def _model_named(target: str) -> Model:
 
 
 def _run_name(target: str) -> str:
-    """The last part of a path or hub id; for a checkpoint with the name of its run in front."""
+    """The last part of a path or hub id; for a checkpoint, with the name of its run in front."""
     path = Path(target.partition(":")[2] or target)
     path = path.resolve() if Path(target).is_dir() else path
     run = _enclosing_run(path)
@@ -112,7 +112,7 @@ def _enclosing_run(path: Path) -> Path | None:
 
 
 def _training_run_of(folder: Path) -> tuple[Path, Stage, Spec] | None:
-    """The run that a checkpoint lies in; it knows model, template and form."""
+    """The training run that contains the checkpoint; it records model, template and form."""
     run, where = _enclosing_run(folder), StageDir(folder.parent.parent)
     if run is None or not where.stage.is_file():
         return None
@@ -121,36 +121,40 @@ def _training_run_of(folder: Path) -> tuple[Path, Stage, Spec] | None:
 
 
 def _with_adapter(folder: Path, model: Model | None) -> ExternalModel:
-    """`model`: the one below the adapter; None for what the adapter itself says."""
+    """`model` is the model below the adapter; None means the one that the adapter names."""
     path, trained = folder / models.ADAPTER_CONFIG, _training_run_of(folder)
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}", "name another adapter") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} holds a {type(config).__name__}, not an object", "name another adapter")
+    config = read_object(path)
+    with reading_model(folder / models.ADAPTER_WEIGHTS, _OTHER_ADAPTER):
+        read_weight_file(folder / models.ADAPTER_WEIGHTS)
     if model is None and trained is not None:
         run, stage, _ = trained
         model = moved(stage.model, lambda path: str((run / path).resolve()))
     elif model is None:
-        model = _base_of(config, folder)
+        with reading_model(path, "name the model with --base"):
+            model = _base_of(config, folder)
     tuning: Tuning
-    if trained is None:  # as large as the adapter is, which memory depends on; its weights are loaded as they are
-        targets = config.get("target_modules")
-        named: tuple[str, ...] | Literal["all-linear"] = (
-            tuple(sorted(targets)) if isinstance(targets, list) and targets else "all-linear"
-        )
-        rank, alpha = int(config.get("r") or 16), float(config.get("lora_alpha") or 32)
-        tuning = Lora(kind="lora", rank=rank, alpha=alpha, targets=named, dora=bool(config.get("use_dora")))
+    if trained is None:
+        with reading_model(path, _OTHER_ADAPTER):
+            tuning = _size_of(config)
     else:
         tuning = trained[1].tuning
     if isinstance(tuning, Lora):  # the adapter that training went on from is part of this one
         tuning = tuning.model_copy(update={"adapter": None})
     # rows of a vision-language model need the processor beside the model, which an adapter comes without
     has_vision = not isinstance(model, CustomModel) and _processor_in(models.resolve_model(model, Path.cwd()).folder)
-    has_tokenizer = any((folder / file).is_file() for file in _TOKENIZER_FILES) and not has_vision
+    has_tokenizer = models.has_tokenizer(folder) and not has_vision
     found = _whole_model(model, _run_name(str(folder)), trained, tokenizer=folder if has_tokenizer else None)
     return replace(found, weights=folder, tuning=tuning)
+
+
+def _size_of(config: dict[str, Any]) -> Lora:
+    """As large as the adapter is, which memory depends on; its weights are loaded as they are."""
+    targets = config.get("target_modules")
+    named: tuple[str, ...] | Literal["all-linear"] = (
+        tuple(sorted(targets)) if isinstance(targets, list) and targets else "all-linear"
+    )
+    rank, alpha = int(config.get("r") or 16), float(config.get("lora_alpha") or 32)
+    return Lora(kind="lora", rank=rank, alpha=alpha, targets=named, dora=bool(config.get("use_dora")))
 
 
 def _processor_in(folder: Path) -> ImageProcessor | None:

@@ -1,6 +1,6 @@
 """Everything that a task needs from a model for its items: a generated answer, the likelihoods of given answers, or
 both. Given answers are rendered as training rows are, and the tokens that count are the supervised ones: the answer
-with its end. Plain text counts as a whole, window by window."""
+with its end. All of a plain text counts, window by window."""
 
 import sys
 from array import array
@@ -30,7 +30,8 @@ from finefit.tasks import Likelihood, Reply, Task
 
 LOGITS_AT_ONCE = 256  # tokens whose logits exist at the same time
 _SLICE = 16
-"""Batches of items that are completed before the next begin, where an item needs both: what a kill can cost."""
+"""Batches of items that are completed before the next begin, if an item needs both. A kill can lose at most this
+many."""
 
 
 Candidates = tuple[Sequence[str], Sequence[str]]
@@ -48,7 +49,7 @@ class AnswerModel:
     """Longer prompts are cut in the middle, as training rows are."""
     warn: batches.Warn
     images: batches.ImagePrefetch | None = None
-    """Of a vision-language model."""
+    """The images of a vision-language model's prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +66,15 @@ class _Item:
     row: Row
     messages: Sequence[Message]
     tokens: "array[int]"
-    """Of the prompt, in little memory."""
+    """The tokens of the prompt, in little memory."""
     right: list[Likelihood] = field(default_factory=list)
     wrong: list[Likelihood] = field(default_factory=list)
     num_missing: int = 0
-    """Examples whose likelihood is not known yet."""
+    """The number of examples whose likelihood is not known yet."""
 
 
 def generate(speaker: AnswerModel, task: Task, rows: Mapping[int, Row]) -> Iterator[ItemReply]:
-    """Of every row, by its number; those with the longest prompts first."""
+    """The replies by row number, the rows with the longest prompts first."""
     items = sorted((_open_item(speaker, task, at, row) for at, row in rows.items()), key=lambda item: -len(item.tokens))
     candidates = {item.at: task.candidates(item.row) for item in items}
     weighs = any(right or wrong for right, wrong in candidates.values())
@@ -128,8 +129,8 @@ def _with_answers(speaker: AnswerModel, items: Sequence[_Item]) -> Iterator[Item
 def _custom_answers(
     family: CustomFamily, speaker: AnswerModel, items: Sequence[_Item]
 ) -> Iterator[tuple[int, batches.Answer]]:
-    """By the model's own `generate`, from what its `inputs` makes of prompts. A row's random numbers are the same in
-    every run."""
+    """Answers from the model's own `generate`, given what its `inputs` makes of the prompts. A row's random numbers are
+    the same in every run."""
     stops, limit, renderer = frozenset(speaker.renderer.stop_tokens), speaker.max_new_tokens, speaker.renderer
 
     def row(item: _Item) -> CustomRow:
@@ -171,7 +172,7 @@ def _item_reply(speaker: AnswerModel, item: _Item, answer: batches.Answer | None
 def _with_likelihoods(
     speaker: AnswerModel, task: Task, items: Sequence[_Item], candidates: Mapping[int, Candidates]
 ) -> Iterator[_Item]:
-    """The items with the likelihoods of their candidates, each when its last one is known."""
+    """The items with the likelihoods of their candidates, each as soon as its last one is known."""
     examples, owners = list[Example](), list[tuple[_Item, list[Likelihood], int]]()
     for item in items:
         for texts, found in zip(candidates[item.at], (item.right, item.wrong), strict=True):
@@ -199,7 +200,7 @@ def _with_likelihoods(
 def examples_of(
     renderer: Renderer, row: Row, text: str, *, prompt: Sequence[Message], window: int
 ) -> tuple[Example, ...]:
-    """Of a text after the prompt of a row: one example, or the windows of plain text."""
+    """The examples of a text after the prompt of a row: one, or the windows of a plain text."""
     budget = Budget(max_tokens=window if row.text else sys.maxsize, too_long="error", turns="last")
     if not row.text:  # the row's own answer keeps the reasoning and tool calls of its message
         answer = row.messages[-1] if text == row.answer else Message("assistant", text)
@@ -245,5 +246,5 @@ def logprobs(
 
 
 def num_counted(example: Example) -> int:
-    """The first token counts never: nothing predicts it."""
+    """The first token never counts, because nothing predicts it."""
     return sum(example.supervised[1:])

@@ -1,6 +1,7 @@
-"""`python -m finefit.evaluate.harness REQUEST.json`: tasks of lm-evaluation-harness, by its own package in a process of
-its own, as one record. Intervals are computed from its samples as for every task. A metric that is not a mean of its
-samples keeps the figure and the standard error that lm-eval reports, and a warning says so."""
+"""Runs tasks of lm-evaluation-harness with its own package, in a process of its own, and writes one record. Entry
+point: `python -m finefit.evaluate.harness REQUEST.json`. Intervals are computed from its samples as for every task. A
+metric that is not a mean of its samples keeps the figure and the standard error that lm-eval reports, and a warning
+says so."""
 
 import importlib.util
 import json
@@ -13,15 +14,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from finefit import __version__
+from finefit.artifacts.atomic import read_lines
+from finefit.artifacts.reading import read_document
 from finefit.artifacts.records import write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.artifacts.stage_records import EvalItem, EvalRequest, EvalResult, Score
-from finefit.errors import RunError
+from finefit.data.render import open_renderer
+from finefit.data.rows import Message
+from finefit.errors import DataError, RunError
 from finefit.evaluate.score import score_of
 from finefit.evaluate.worker import exit_code_of, read_job
 from finefit.facts.machine import read_version
@@ -36,10 +42,12 @@ _CLOSE, _NORMAL, _TAIL_LINES = 1e-6, 1.96, 15
 
 
 def evaluate(where: StageDir, request: EvalRequest, folder: Path) -> EvalResult:
-    """`folder`: of the request, where a user's own task files lie too."""
+    """`folder` is that of the request, which also holds a user's own task files."""
     if importlib.util.find_spec("lm_eval") is None:
         problem = f"{request.evaluation.label} needs lm-eval, which is not installed"
         raise RunError(problem, "pip install 'finefit[lm-eval]'")
+    if request.subject.template == "chat":
+        require_bounded_template(where.tokenizer)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="finefit-lm-eval-") as scratch:
         output = Path(scratch) / "output"
@@ -52,6 +60,17 @@ def evaluate(where: StageDir, request: EvalRequest, folder: Path) -> EvalResult:
 def _task_of(request: EvalRequest) -> LmEval:
     assert isinstance(request.evaluation.task, LmEval)
     return request.evaluation.task
+
+
+def require_bounded_template(tokenizer: Path) -> None:
+    """lm-eval renders the chat template in its own process, without limits. One that loops or fills the memory is found
+    before, on conversations such as lm-eval's: a question, with a system message, and after another turn."""
+    asked, answered = Message("user", "What is 2 + 2?"), Message("assistant", "4")
+    renderer = open_renderer(tokenizer, "chat")
+    renderer.prompt_tokens([asked])
+    for messages in ([Message("system", "Answer."), asked], [asked, answered, asked]):
+        with suppress(DataError):  # a template may refuse such a conversation, and lm-eval says so
+            renderer.prompt_tokens(messages)
 
 
 def command_of(where: StageDir, request: EvalRequest, folder: Path, output: Path) -> list[str]:
@@ -89,7 +108,8 @@ def command_of(where: StageDir, request: EvalRequest, folder: Path, output: Path
 
 
 def _run(command: list[str], *, cwd: Path) -> None:
-    """Its output goes to the log as it comes; it ends with us. `cwd`: where relative data paths in task files start."""
+    """Writes its output to the log as it comes; the child ends with this process. `cwd` is the folder that relative
+    data paths in task files start from."""
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     tail: list[str] = []
@@ -110,7 +130,7 @@ def _run(command: list[str], *, cwd: Path) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessOutput:
     results: Mapping[str, Mapping[str, Any]]
-    """By task: `metric,filter` and `metric_stderr,filter`."""
+    """Values of `metric,filter` and `metric_stderr,filter`, by task."""
     samples: Mapping[str, list[dict[str, Any]]]
     available: int
     better: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
@@ -120,13 +140,12 @@ class HarnessOutput:
 def read_output(folder: Path) -> HarnessOutput:
     if not (written := sorted(folder.rglob("results_*.json"))):
         raise RunError("lm-eval left no results", _SEE_LOG)
-    document, samples = json.loads(written[-1].read_bytes()), dict[str, list[dict[str, Any]]]()
+    document, samples = read_document(written[-1]), dict[str, list[dict[str, Any]]]()
     for task in document["results"]:
         # the time after its name tells a task from one with a longer name; a group of tasks has no file of its own
         name = re.compile(rf"samples_{re.escape(task)}_\d{{4}}-\d\d-\d\dT.*\.jsonl")
         for path in sorted(path for path in folder.rglob("samples_*.jsonl") if name.fullmatch(path.name))[-1:]:
-            lines = path.read_text(encoding="utf-8").splitlines()
-            samples[task] = [json.loads(line) for line in lines if line.strip()]
+            samples[task] = list(read_lines(path))
     counts = document.get("n-samples", {})
     available = [int(counts.get(task, {}).get("original", _num_items(lines))) for task, lines in samples.items()]
     return HarnessOutput(
@@ -153,11 +172,11 @@ class _Figure:
 
     @property
     def count(self) -> str:
-        """The name of the count of its items: items of one task say nothing about another's."""
+        """The name of its item count. Every task has its own, because tasks have different items."""
         return f"{self.name} items"
 
     def of(self, line: Mapping[str, Any]) -> float | None:
-        """Of one sample, where it is a number."""
+        """The metric's value of one sample, if it is a number."""
         value = line.get(self.metric) if line.get("filter", "none") == self.filter else None
         return float(value) if isinstance(value, (int, float)) else None
 
@@ -234,7 +253,7 @@ def _items(found: HarnessOutput, figures: list[_Figure]) -> list[EvalItem]:
 
 
 def _prompt(arguments: Any) -> str:
-    """The first text of the first request, however this version nests them."""
+    """The first text of the first request, however this version nests requests."""
     while isinstance(arguments, (dict, list)):
         if not arguments:
             return ""

@@ -1,5 +1,5 @@
 """A language model behind an OpenAI-compatible address marks every answer, once all answers are on disk. Verdicts are
-kept one by one, so that a failing address costs nothing that was judged before."""
+saved one by one, so that a failing address loses nothing that was judged before."""
 
 import hashlib
 import os
@@ -27,10 +27,10 @@ _KEPT = "answers and verdicts so far are kept, so give the same command again"
 class RetryPolicy:
     attempts: int = 6
     first_seconds: float = 1.0
-    """Before the second attempt; twice as long before each further one."""
+    """The pause before the second attempt; it doubles before each further one."""
     longest_seconds: float = 60.0
     reply_seconds: float = 300.0
-    """For one reply; a judge that reasons takes long."""
+    """The time limit of one reply; a judge that reasons takes long."""
 
 
 _RETRY = RetryPolicy()
@@ -51,7 +51,8 @@ def judge_items(
     seed: int = 0,
     retries: RetryPolicy = _RETRY,
 ) -> list[EvalItem]:
-    """Every item with a result gets a verdict and a mark. What the file `verdicts` holds is not asked again."""
+    """Every item with a result gets a verdict and a mark. Items with a verdict in the file `verdicts` are not judged
+    again."""
     keys, known = dict[int, str](), {line.key: line.verdict for line in read_lines(verdicts, _JudgeLine)}
     missing: dict[str, str] = {}  # by key, so that equal questions are asked once
     for item in items:
@@ -75,7 +76,8 @@ def judge_items(
 
 
 def with_current_marks(task: Task, item: EvalItem) -> EvalItem:
-    """Answers are kept when a judge is added or removed: the item gets or loses the counts of marks."""
+    """Answers are kept when a judge is added or removed; only the counts of marks are added to the item or removed from
+    it."""
     is_judged = NOT_MARKED.keys() <= {name for metric in task.metrics for name in metric.counts}
     if is_judged == (NOT_MARKED.keys() <= item.counts.keys()):
         return item
@@ -94,7 +96,7 @@ class _JudgeClient:
     is_over: threading.Event
 
     def ask(self, question: str) -> str:
-        """Its reply. What may pass is tried again with growing pauses; anything else is reported at once."""
+        """The judge's reply. Temporary errors are retried after growing pauses; any other is reported at once."""
         address, messages = self.judge.url.rstrip("/") + "/chat/completions", [{"role": "user", "content": question}]
         body = {"model": self.judge.model, "messages": messages, "temperature": 0, "seed": self.seed}
         problem, wait = "", 0.0
@@ -128,7 +130,7 @@ class _JudgeClient:
         )
 
     def _shown(self, text: str) -> str:
-        """The secret never appears in a message, even where the other side repeats it."""
+        """The secret never appears in a message, even if the other side repeats it."""
         hidden = text if self.secret is None else text.replace(self.secret, "***")
         return " ".join(hidden.split())[:_SHOWN]
 
@@ -153,7 +155,8 @@ def _open(judge: Judge, seed: int, retries: RetryPolicy) -> Iterator[_JudgeClien
 
 
 def _ask_all(client: _JudgeClient, questions: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """In parallel, as they come. The first failure ends it, after the replies that have arrived by then."""
+    """Requests run in parallel, and verdicts are yielded as they arrive. The first failure stops it, after the replies
+    that have arrived by then."""
     todo: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[str, str | Exception]] = queue.SimpleQueue()
     for pair in questions.items():

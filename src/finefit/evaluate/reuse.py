@@ -1,5 +1,5 @@
-"""Greedy answers depend on the model, the prompt and the decoding, not on the task that scores them. What one task has
-generated, another one over the same rows scores without a model."""
+"""Greedy answers depend on the model, the prompt and the decoding, not on the task that scores them. Another task over
+the same rows can therefore score answers that one task generated, without a model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,13 +19,13 @@ _ITEM = TypeAdapter(EvalItem)
 
 
 def answered(paths: EvalPaths) -> dict[int, EvalItem]:
-    """The items written so far, by whichever process."""
+    """The items written so far, by any process."""
     found = (item for path in paths.answered() for item in read_lines(path, EvalItem))
     return {item.item: item for item in found}
 
 
 def answers_of_other_tasks(where: StageDir, request: EvalRequest) -> dict[int, EvalItem]:
-    """By item, with `taken_from`."""
+    """Reusable items by number, with `taken_from` set."""
     found: dict[int, EvalItem] = {}
     for paths in where.evaluations():
         if paths.checkpoint != request.checkpoint or paths.folder.name == request.evaluation.label:
@@ -43,7 +43,7 @@ def needs_only_answers(task: Task, rows: Sequence[Row]) -> bool:
 
 
 def _answers_alike(one: EvalRequest, other: EvalRequest) -> bool:
-    """The subject has the weights, the rows, the template and the precision."""
+    """Whether both requests have the same model, rows, template, precision and decoding settings."""
     brings_own_rows = isinstance(one.evaluation.task, LmEval)
     settings = ((asked.subject, asked.evaluation.max_new_tokens, asked.made_with) for asked in (one, other))
     return not brings_own_rows and next(settings) == next(settings)
@@ -52,7 +52,7 @@ def _answers_alike(one: EvalRequest, other: EvalRequest) -> bool:
 def write_taken(
     where: StageDir, paths: EvalPaths, task: Task, rows: Sequence[Row], taken: Mapping[int, EvalItem]
 ) -> None:
-    """Scores them as the items of this task, beside those that it has answered itself."""
+    """Scores them as items of this task, next to those that it has answered itself."""
     own = answered(paths)
     with Journal(paths.items) as items:
         for at in sorted(taken.keys() - own.keys()):

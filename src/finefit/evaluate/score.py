@@ -1,4 +1,4 @@
-"""Items become one record. An item without a result counts as nothing found; every score has an interval and n."""
+"""Turns items into one record. An item without a result counts as nothing found; every score has an interval and n."""
 
 import math
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def score_item(
 
 
 def finished(task: Task, items: Sequence[tuple[Row, EvalItem]]) -> list[EvalItem]:
-    """With the counts of `Task.finish` for the items that have a result."""
+    """The items with the counts of `Task.finish`, for those that have a result."""
     if task.finish is None:
         return [item for _, item in items]
     found = [(row, item) for row, item in items if item.failure is None]
@@ -65,7 +65,7 @@ def finished(task: Task, items: Sequence[tuple[Row, EvalItem]]) -> list[EvalItem
 
 
 def _reply_of(item: EvalItem) -> Reply:
-    """The reply that the item was scored by."""
+    """The reply that the item was scored on."""
     sides: dict[bool, list[Likelihood]] = {True: [], False: []}
     for found in item.candidates:
         sides[found.is_right].append(Likelihood(text=found.text, logprob=found.logprob, tokens=found.tokens))
@@ -104,7 +104,7 @@ def _dataset_scores(task: Task, items: Sequence[EvalItem]) -> DatasetScores:
 
 
 def score_of(metric: Metric, items: Sequence[EvalItem]) -> Score:
-    """Wilson's interval for a rate, the bootstrap's for anything else; a single item has the whole range."""
+    """Wilson's interval for a rate, the bootstrap's for anything else; a single item gets the whole range."""
     found = interval_of(metric, table(metric, [item.counts for item in items]))
     return Score(value=found.value, low=found.low, high=found.high)
 

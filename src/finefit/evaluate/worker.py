@@ -1,6 +1,7 @@
-"""`python -m finefit.evaluate.worker REQUEST.json`: answers every item of a task with one model and leaves one record.
-On several GPUs each process has a whole model and answers every n-th item. The first is the evaluation itself; the
-others (`--part k/n`) are its children: they end when it ends, and it fails when one of them does."""
+"""Answers every item of a task with one model and writes one record. Entry point: `python -m finefit.evaluate.worker
+REQUEST.json`. On several GPUs each process has a whole model and answers every n-th item. The first process is the
+evaluation itself; the others (`--part k/n`) are its children: they end when it ends, and it fails when one of them
+does."""
 
 import argparse
 import gc
@@ -68,7 +69,7 @@ class _WarningLine:
 class EvalJob:
     where: StageDir
     path: Path
-    """Of the request; a user's own task file lies beside it."""
+    """The path of the request; a user's own task file is beside it."""
     request: EvalRequest
 
     @property
@@ -85,7 +86,7 @@ def evaluate(job: EvalJob) -> EvalResult:
     request, (task, rows, asked, chosen) = job.request, _items_of(job)
     limit, done = request.batch_limit, answered(job.paths)
     num_missing = sum(at not in done for at in chosen)
-    share = ItemShare(of=1 if limit.is_spread else max(1, min(limit.devices, num_missing)))
+    share = ItemShare(of=1 if limit.is_split_over_cards else max(1, min(limit.devices, num_missing)))
     with other_shares(job.path, job.paths, share.of) as check_others:
         cost = answer_items(job, task, rows, share.missing(chosen, done), share, check_others)
         answered_at = time.perf_counter()
@@ -108,7 +109,7 @@ def evaluate(job: EvalJob) -> EvalResult:
 
 
 def _items_of(job: EvalJob) -> tuple[Task, list[Row], list[int], list[int]]:
-    """The task, all rows, the numbers of those that it asks for, and the sample of these that is answered."""
+    """The task, all rows, the numbers of the rows that it uses, and the sample of these that is answered."""
     subject, settings = job.request.subject, job.request.evaluation
     rows = read_items(job.where.verified(subject.items, {subject.items: subject.items_sha256}))
     task = make_task(settings, form=subject.form, base=job.path.parent, run=job.where.run)
@@ -117,7 +118,7 @@ def _items_of(job: EvalJob) -> tuple[Task, list[Row], list[int], list[int]]:
 
 
 def sample(rows: Sequence[Row], limit: int | None, *, among: Sequence[int] | None = None) -> list[int]:
-    """The same items for every model and run, whatever its seed; a smaller sample is a part of a larger one."""
+    """Draws the same items for every model and run, whatever its seed; a smaller sample is part of a larger one."""
     everything = range(len(rows)) if among is None else among
     if limit is None or limit >= len(everything):
         return list(everything)
@@ -127,7 +128,7 @@ def sample(rows: Sequence[Row], limit: int | None, *, among: Sequence[int] | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemShare:
-    """Which of the processes that share the items this is."""
+    """This process's share of the items."""
 
     number: int = 0
     of: int = 1
@@ -141,7 +142,8 @@ class ItemShare:
         return f"{self.number}/{self.of}"
 
     def missing(self, items: Sequence[int], done: Container[int]) -> list[int]:
-        """By place among all items, so that all processes divide alike whatever is answered already."""
+        """Items are divided by their place among all items, so that all processes divide alike whatever is answered
+        already."""
         return [at for at in items[self.number :: self.of] if at not in done]
 
 
@@ -156,7 +158,7 @@ def answer_share(job: EvalJob, share: ItemShare) -> None:
 @contextmanager
 def other_shares(request: Path, paths: EvalPaths, num_shares: int) -> Iterator[Check]:
     """Starts the other processes and waits for them at the end. Yields a check that raises the failure of one of them.
-    A child knows by the end of its standard input that this process is gone; it inherits the run's lock."""
+    The end of a child's standard input tells it that this process is gone; it inherits the run's lock."""
     children: dict[int, subprocess.Popen[bytes]] = {}
     for number in range(1, num_shares):
         share = ItemShare(number=number, of=num_shares)
@@ -203,9 +205,9 @@ def _share_failure(paths: EvalPaths, number: int, num_shares: int, code: int) ->
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCost:
     seconds: float = 0.0
-    """Loading excluded."""
+    """Excludes loading."""
     loaded_bytes: int | None = None
-    """When the model was loaded and nothing was asked yet; counted as the peak is."""
+    """Memory after the model was loaded and before the first question; counted as the peak is."""
     peak_bytes: int | None = None
     """Reserved on the fullest GPU, resident on a CPU."""
 
@@ -213,7 +215,7 @@ class AnswerCost:
 def answer_items(
     job: EvalJob, task: Task, rows: Sequence[Row], todo: Sequence[int], share: ItemShare, check: Check = lambda: None
 ) -> AnswerCost:
-    """`check`: called after each item."""
+    """`check` is called after each item."""
     if not todo:
         return AnswerCost()
     subject, device = job.request.subject, job.request.subject.device
@@ -239,7 +241,7 @@ def answer_items(
 
 @contextmanager
 def _open_model(job: EvalJob, share: ItemShare) -> Iterator[AnswerModel]:
-    """A vision-language model has processes that decode images; a user's own model is given images as they are."""
+    """A vision-language model gets processes that decode images; a user's own model gets images as they are."""
     subject, settings, limit, run = job.request.subject, job.request.evaluation, job.request.batch_limit, job.where.run
     resolved = resolve_start(subject.model, subject.tuning, run)
     if resolved.fingerprint != subject.model_fingerprint:
@@ -297,12 +299,12 @@ def _load(job: EvalJob, resolved: ResolvedModel) -> nn.Module:
         attention=for_answers(attention_here(device, subject.precision, resolved.folder)),
         bits=base_bits(subject.tuning),
         start=start,
-        num_cards=limit.devices if limit.is_spread else 1,
+        num_cards=limit.devices if limit.is_split_over_cards else 1,
     )
 
 
 def held_bytes(device: str) -> int:
-    """By this process now: reserved on the fullest GPU, resident on a CPU."""
+    """Memory that this process holds now: reserved on the fullest GPU, resident on a CPU."""
     if device == "cuda":
         return max(torch.cuda.memory_reserved(card) for card in range(torch.cuda.device_count()))
     return int(psutil.Process().memory_info().rss)
@@ -315,8 +317,8 @@ def _peak_bytes(device: str) -> int:
 
 
 def exit_code_of(act: Callable[[], None], failure: Path) -> int:
-    """Of a worker's whole work, which a signal and the end of its launcher stop. A failure's reason becomes a
-    record."""
+    """The exit code of all of a worker's work, which a signal or the end of its launcher stops. The reason of a failure
+    becomes a record."""
 
     def stop(number: int, _: FrameType | None) -> None:
         raise Interrupted(f"stopped by {signal.Signals(number).name}")

@@ -1,1 +1,1 @@
-"""What the world is: machine, model folders, files, power. Read, never judged."""
+"""Facts about the machine, model folders, files and power. They are read, never judged."""

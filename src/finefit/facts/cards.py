@@ -1,9 +1,10 @@
-"""The cards that people train on, with published figures, and cards by name: the one that a user asks to plan for, and
-the one that the driver names.
+"""The cards that people train on, with published figures. Cards are found by name: the one that a user wants to plan
+for, or the one that the driver reports.
 
 `memory_bytes` is nvidia-smi's memory.total as public logs show it under drivers from 510 on (older ones report 1 to 2 %
 less), unless `source` says otherwise. CUDA's own total is 0.4 to 2 % lower. Matrix rates are dense and accumulate in
-fp32, which GeForce cards do at half the rate on the box."""
+fp32, which GeForce cards do at half the advertised rate.
+"""
 
 import difflib
 import math
@@ -25,22 +26,22 @@ class CardKind:
 
     name: str
     memory_bytes: int
-    """As the driver reports it; with optional ECC on, if servers usually run the card so."""
+    """The total as the driver reports it, with optional ECC on if servers usually run the card so."""
     bandwidth_bytes_per_second: float
     bf16_flops: float | None
-    """Tensor cores with fp32 accumulation; None if the card has no bf16."""
+    """The rate of tensor cores with fp32 accumulation; None if the card has no bf16."""
     fp16_flops: float
-    """As bf16_flops; without tensor cores the rate of fp32."""
+    """Like bf16_flops; on a card without tensor cores, the rate of fp32."""
     fp32_flops: float
-    """Of the CUDA cores."""
+    """The rate of the CUDA cores."""
     host_bytes_per_second: float
-    """Of a pinned copy to or from host memory, in one direction."""
+    """The rate of a pinned copy to or from host memory, in one direction."""
     compute_capability: tuple[int, int]
     matrix_efficiency: float
     """Share of the matrix rate that a large GEMM reaches."""
     source: str
     spellings: tuple[str, ...] = ()
-    """Further names of exactly this card, such as nvidia-smi's if it is not `name` after the maker's words."""
+    """Other names of exactly this card, such as nvidia-smi's if it is not the maker's words followed by `name`."""
 
     @property
     def has_bf16(self) -> bool:
@@ -197,13 +198,16 @@ ACCEPTED = (
 MAX_COUNT = 1024
 NUM_NEAREST = 4
 _NEAR = 0.54
-"""Below this likeness a name is another card's, as MI300X is not A100."""
+"""Below this similarity a name belongs to another card: MI300X is not A100."""
 SIZE_RANGE_BYTES = (2**20, 2**42)
 UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 
 _MAKERS_WORDS = {"nvidia", "geforce", "tesla", "gpu", "generation", "edition"}
 """Words that nvidia-smi adds and people omit; no two cards differ only in them."""
-_COUNT = re.compile(r"([+-]?[0-9.]+)\s*[x×*]\s*(.*)", re.IGNORECASE | re.DOTALL)
+_OTHER_MAKERS = re.compile(
+    r"\b(amd|radeon|instinct|rx|mi[0-9]+x?|intel|arc|gaudi|tpu|apple|mac\w*|m[1-5]|[0-9]{4} ?xtx?)\b", re.IGNORECASE
+)
+_COUNT = re.compile(r"([+-]?[0-9.]+)\s*[x×*](?!tx?\b)\s*(.*)", re.IGNORECASE | re.DOTALL)
 _NUMBER = r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]+)?"
 _SIZE = re.compile(rf"({_NUMBER})\s*([a-z]*)", re.IGNORECASE)
 _PRICE = re.compile(rf"({_NUMBER})\s*(?:/\s*h)?", re.IGNORECASE)
@@ -215,17 +219,17 @@ _STATED_SHARE = 0.88
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardRequest:
     text: str
-    """As the user wrote it."""
+    """The text that the user wrote."""
     kind: CardKind | None
-    """None for a bare size, `cpu` and `auto`: without known rates there is no prediction of time."""
+    """None for a bare size, `cpu` and `auto`: without known rates, time cannot be predicted."""
     count: int
     """1 for `cpu` and `auto`."""
     memory_bytes: int | None
-    """Of one card; None for `cpu` and `auto`, which are read from the machine."""
+    """The memory of one card; None for `cpu` and `auto`, which are read from the machine."""
     is_cpu: bool
     is_auto: bool
     price_per_hour: float | None
-    """As written after the @, in the user's currency."""
+    """The number after the @, in the user's currency."""
 
 
 def parse_card(text: str) -> CardRequest:
@@ -262,7 +266,8 @@ def parse_card(text: str) -> CardRequest:
 
 
 def find_kind(driver_name: str, memory_bytes: int | None) -> CardKind | None:
-    """The only card of that name with about that memory (ECC and old drivers take some); None for none or several."""
+    """The only card of that name with about that memory (ECC and old drivers take some of it); None if none or several
+    match."""
     kinds = _kinds_named(driver_name)
     if memory_bytes is not None:
         kinds = tuple(kind for kind in kinds if _STATED_SHARE <= memory_bytes / kind.memory_bytes <= 1 / _STATED_SHARE)
@@ -280,7 +285,7 @@ def _read_card(name: str, text: str) -> tuple[CardKind | None, int]:
         problem = f"card {text!r} may be any of {len(kinds)} cards that differ in memory or speed"
         raise UserError(problem, f"say which: {names}")
     size = _SIZE.fullmatch(name)
-    if size is None:
+    if size is None or _OTHER_MAKERS.search(name):
         near = _nearest(name)
         problem = f"card {text!r} is not known; finefit plans for NVIDIA cards with CUDA, and for the CPU"
         raise UserError(problem, f"{f'nearest known: {near}; ' if near else ''}give {ACCEPTED}")
@@ -302,6 +307,8 @@ def _read_card(name: str, text: str) -> tuple[CardKind | None, int]:
 
 def _nearest(name: str) -> str:
     """Cards with the same model number first (RTX 6000 is part of three names), then similar ones; may be empty."""
+    if _OTHER_MAKERS.search(name):
+        return ""
     wanted = _key(name)[:40]
     numbers = set(re.findall(r"[0-9]{2,}", wanted))
     matcher = difflib.SequenceMatcher(b=wanted, autojunk=False)
@@ -316,7 +323,7 @@ def _nearest(name: str) -> str:
 
 
 def _kinds_named(name: str) -> tuple[CardKind, ...]:
-    """Cards of exactly that name, else those that it abbreviates, narrowed by a stated size: RTX 3080 12GB."""
+    """Cards of exactly that name, else those that the name abbreviates, narrowed by a stated size: RTX 3080 12GB."""
     if exact := _EXACT.get(_key(name)):
         return (exact,)
     stated = _STATED_SIZE.search(name.casefold())
@@ -328,7 +335,7 @@ def _kinds_named(name: str) -> tuple[CardKind, ...]:
 
 
 def _key(name: str) -> str:
-    """NVIDIA GeForce RTX 4090, RTX-4090 and rtx4090 are one."""
+    """The same key for NVIDIA GeForce RTX 4090, RTX-4090 and rtx4090."""
     return "".join(word for word in re.split(r"[^a-z0-9]+", name.casefold()) if word not in _MAKERS_WORDS)
 
 
@@ -337,7 +344,7 @@ def _without_size(name: str) -> str:
 
 
 def _short_names() -> dict[str, tuple[CardKind, ...]]:
-    """By what people omit: the size, RTX at the front, the slot."""
+    """The name without the parts that people omit: the size, RTX at the front, the slot."""
     index: dict[str, tuple[CardKind, ...]] = {}
     for kind in CARD_KINDS:
         bare = [_without_size(name) for name in (kind.name, *kind.spellings)]

@@ -1,11 +1,11 @@
-"""Files, disks, caches and model folders, read without loading weights.
+"""Reads files, disks, caches and model folders without loading weights.
 
 The fingerprint of a model folder covers what decides the model's answers: config, tokenizer, and of each weight file
 its size, header, 64 evenly spaced blocks and the head of every tensor. The heads catch training that touched only small
-tensors (a router, the norms), which lie between the blocks."""
+tensors (a router, the norms), which are between the blocks.
+"""
 
 import hashlib
-import json
 import os
 import re
 from collections import Counter
@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from finefit import bounded
 from finefit.errors import FinefitError, ModelError, is_out_of_memory
 
 
@@ -33,24 +34,25 @@ class FileFact:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
     use: str
-    """What is written there."""
+    """What is written at `path`."""
     path: str
     free_bytes: int
 
 
 def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
+    """Of a regular file; of anything else an OSError, since it may never end."""
+    with bounded.open_binary(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_file(path: Path, relative_to: Path) -> FileFact:
-    """An absent or unreadable file is an OSError, since only the caller knows its purpose."""
+    """A missing or unreadable file is an OSError, since only the caller knows its purpose."""
     name = Path(os.path.relpath(path, relative_to)).as_posix()
     return FileFact(path=name, size_bytes=path.stat().st_size, sha256=sha256_of(path))
 
 
 def free_bytes(path: Path) -> int:
-    """That this user may still write at `path`, which need not exist yet."""
+    """The bytes that this user may still write at `path`, which need not exist yet."""
     absolute = path.resolve()
     disk = os.statvfs(next(folder for folder in (absolute, *absolute.parents) if folder.exists()))
     return disk.f_bavail * disk.f_frsize  # not f_bfree: that counts blocks reserved for root
@@ -61,7 +63,7 @@ def finefit_cache() -> Path:
 
 
 def hub_cache() -> Path:
-    """The download cache of huggingface_hub, by the same variables in the same order."""
+    """The download cache of huggingface_hub, found by the same variables in the same order."""
     if "HF_HUB_CACHE" in os.environ:
         return Path(os.environ["HF_HUB_CACHE"]).expanduser()
     return Path(os.environ.get("HF_HOME") or _user_cache() / "huggingface").expanduser() / "hub"
@@ -78,16 +80,19 @@ TEXT_FILES = (
 )
 """The small files of the fingerprint, if they exist."""
 TEMPLATES = "additional_chat_templates"
-"""The folder of named chat templates, as for tools."""
+"""The folder of named chat templates, such as those for tools."""
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 NUM_BLOCKS = 64
 BLOCK_BYTES = 64 * 1024
 HEAD_BYTES = 4 * 1024
-MAX_HEADER_BYTES = 100_000_000
-"""As in safetensors itself."""
-MAX_TEXT_BYTES = 256 << 20
-"""Several times the largest published tokenizer.json."""
+MAX_HEADER_BYTES = 16 << 20
+"""Of a hundred thousand tensors; published files have less than 1 MB."""
+MAX_TEXT_BYTES = 64 << 20
+"""Of a vocabulary or an index; the largest published tokenizer.json has 33 MB."""
+_SETTINGS = frozenset({"config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"})
+_SETTINGS |= {"preprocessor_config.json", "processor_config.json", "adapter_config.json", "chat_template.json"}
+"""Files of at most `bounded.MAX_SETTINGS_BYTES`, as chat templates are."""
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 DTYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "BF16": 16, "F16": 16, "I16": 16}
@@ -101,7 +106,7 @@ RESTORE = "restore the file from where the model came from"
 _NEEDED = re.compile(
     r"requires the ([\w.-]+) library|packages? (?:that were )?not found in your environment: ([\w.-]+)"
 )
-"""How transformers says which package it needs."""
+"""The words with which transformers names a package that it needs."""
 _MAX_WORDS = 300
 
 
@@ -115,7 +120,7 @@ class ModelHeader:
     files: tuple[str, ...]
     """Every file that the fingerprint covers."""
     dtype: str | None
-    """Torch's name of the most frequent type of the stored elements; None without tensors."""
+    """Torch's name of the most frequent element type in the files; None without tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +146,7 @@ SHARDS = TypeAdapter(dict[str, str])
 @contextmanager
 def reading_model(what: str | Path, remedy: str = RESTORE) -> Iterator[None]:
     """The boundary to libraries that read a model's own files. These are the user's input, so whatever a library raises
-    about them is an error of the user's. `what`: the file or folder."""
+    about them is an error of the user's. `what` names the file or folder."""
     try:
         yield
     except FinefitError:
@@ -163,8 +168,8 @@ def reading_model(what: str | Path, remedy: str = RESTORE) -> Iterator[None]:
 
 
 def first_words(error: BaseException) -> str:
-    """What an error says, in one line."""
-    words = " ".join(str(error).split())
+    """The text of an error in one line."""
+    words = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, RecursionError):
         words = "it is nested too deeply"
     return words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + " ..."
@@ -196,21 +201,26 @@ def find_texts(path: Path) -> dict[str, Path]:
 
 
 def require_small_texts(path: Path) -> dict[str, Path]:
-    """What `find_texts` finds: these files are read into memory."""
+    """The files that `find_texts` finds. They must be small, because they are read into memory."""
     texts = find_texts(path)
     for text in texts.values():
         _require_small(text)
     return texts
 
 
+def _limit_of(file: Path) -> int:
+    is_settings = file.name in _SETTINGS or file.suffix == ".jinja"
+    return bounded.MAX_SETTINGS_BYTES if is_settings else MAX_TEXT_BYTES
+
+
 def _require_small(file: Path) -> None:
-    if (size := file.stat().st_size) > MAX_TEXT_BYTES:
-        problem = f"{file} has {size:,} bytes, more than the {MAX_TEXT_BYTES:,} that finefit reads of such a file"
+    if (size := file.stat().st_size) > (at_most := _limit_of(file)):
+        problem = f"{file} has {size:,} bytes, more than the {at_most:,} that finefit reads of such a file"
         raise ModelError(problem, RESTORE)
 
 
 def stored_dtypes(path: Path) -> tuple[str, ...]:
-    """Torch's names, the most frequent first. Empty for missing or damaged weights, which loading reports."""
+    """Torch's names, the most frequent first. Empty for missing or damaged weights; loading reports those."""
     try:
         files = [read_weight_file(path / name) for name in find_weight_files(path)]
     except (ModelError, OSError):
@@ -238,7 +248,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def find_weight_files(path: Path) -> tuple[str, ...]:
-    """As transformers chooses: the single file, else the shards of the index."""
+    """The files that transformers would choose: the single file, else the shards of the index."""
     if (path / WEIGHTS).is_file():
         return (WEIGHTS,)
     if (path / INDEX).is_file():
@@ -263,8 +273,8 @@ def find_weight_files(path: Path) -> tuple[str, ...]:
 
 def read_weight_file(path: Path) -> WeightFile:
     """Safetensors: 8 bytes of header length (little endian), the header in JSON, the data."""
-    size_bytes = path.stat().st_size
-    with path.open("rb") as file:
+    with bounded.open_binary(path) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
         start = file.read(8)
         header_bytes = int.from_bytes(start, "little")
         if start == b"version ":
@@ -273,15 +283,15 @@ def read_weight_file(path: Path) -> WeightFile:
             problem = f"{path} is truncated: {size_bytes:,} bytes do not hold its header of {header_bytes:,}"
             raise ModelError(problem, FETCH_AGAIN)
         if header_bytes > MAX_HEADER_BYTES:
-            problem = f"{path} has a header of {header_bytes:,} bytes; safetensors allows {MAX_HEADER_BYTES:,}"
+            problem = f"{path} has a header of {header_bytes:,} bytes, and at most {MAX_HEADER_BYTES:,} are read"
             raise ModelError(problem, RESTORE)
         header = file.read(header_bytes)
     try:
-        entries = json.loads(header)
+        entries = bounded.parse_json(header)
         entries.pop("__metadata__", None)
         tensors = TENSORS.validate_python(entries)
-    # not JSON, not an object, not entries of tensors, or nested too deeply
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+    # not JSON, not an object, or not entries of tensors
+    except (ValueError, AttributeError, TypeError) as error:
         problem = f"{path} has a header that is not safetensors', so its tensors are unknown"
         raise ModelError(problem, FETCH_AGAIN) from error
     expected = 8 + len(header) + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
@@ -293,15 +303,18 @@ def read_weight_file(path: Path) -> WeightFile:
     return WeightFile(path=path, size_bytes=size_bytes, header=header, tensors=tensors)
 
 
-def read_tensor(file: WeightFile, name: str) -> bytes:
+def read_stored_json(file: WeightFile, name: str) -> Any:
+    """A tensor whose bytes are JSON, as bitsandbytes stores how it packed a weight."""
     start, end = file.tensors[name].data_offsets
-    with file.path.open("rb") as opened:
+    if end - start > bounded.MAX_SETTINGS_BYTES:
+        raise ModelError(f"{file.path}: {name} has {end - start:,} bytes, and settings are that of a few", RESTORE)
+    with bounded.open_binary(file.path) as opened:
         opened.seek(8 + len(file.header) + start)
-        return opened.read(end - start)
+        return bounded.parse_json(opened.read(end - start))
 
 
 def _require_whole(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Each tensor has the bytes of its shape, and they follow one another without a gap, as safetensors demands."""
+    """Requires each tensor to have the bytes of its shape, with no gap between tensors, as safetensors demands."""
     at = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         start, end = tensor.data_offsets
@@ -323,11 +336,12 @@ def _require_whole(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def fingerprint(texts: Mapping[str, Path], weights: Iterable[WeightFile]) -> str:
     digest = hashlib.sha256()
     for name, text in texts.items():
-        content = text.read_bytes()
+        _require_small(text)
+        content = bounded.read_bytes(text, _limit_of(text))
         digest.update(f"{name} {len(content)}\n".encode() + content)
     for file in weights:
         digest.update(f"{file.path.name} {file.size_bytes} {len(file.header)}\n".encode() + file.header)
-        with file.path.open("rb") as opened:
+        with bounded.open_binary(file.path) as opened:
             for start, length in _spans(file):
                 opened.seek(start)
                 digest.update(opened.read(length))
@@ -335,7 +349,7 @@ def fingerprint(texts: Mapping[str, Path], weights: Iterable[WeightFile]) -> str
 
 
 def _spans(file: WeightFile) -> list[tuple[int, int]]:
-    """Starts and lengths, in the order of the file; the whole file if the blocks would cover it."""
+    """Starts and lengths in file order; the whole file if the blocks would cover it."""
     if file.size_bytes <= NUM_BLOCKS * BLOCK_BYTES:
         return [(0, file.size_bytes)]
     last = file.size_bytes - BLOCK_BYTES
@@ -353,7 +367,7 @@ def _dtypes(tensors: Iterable[Tensor]) -> tuple[str, ...]:
 
 
 def _with_special_float(found: dict[str, Any]) -> Any:
-    """transformers writes an infinite number as an object, such as the time step's limit of Mamba 2."""
+    """transformers writes an infinite number as an object, for example the time step's limit of Mamba 2."""
     words = found.get("__float__")
     return float(words) if isinstance(words, str) and len(found) == 1 else found
 
@@ -361,11 +375,13 @@ def _with_special_float(found: dict[str, Any]) -> Any:
 def _read_json(file: Path) -> Any:
     try:
         _require_small(file)
-        return json.loads(file.read_bytes(), object_hook=_with_special_float)
-    except RecursionError:
-        raise ModelError(f"{file} is nested too deeply", RESTORE) from None
+        content = bounded.read_bytes(file, _limit_of(file))
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror}", "check that this user may read it") from None
+    try:
+        return bounded.parse_json(content, object_hook=_with_special_float)
+    except bounded.TooManyValues as error:
+        raise ModelError(f"{file}: {error}", RESTORE) from None
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}", FETCH_AGAIN) from error
 

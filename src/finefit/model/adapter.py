@@ -1,11 +1,12 @@
-"""Adapters on exactly the layers that the spec names: new ones, one that training continues from, the frozen copy that
-it started with, and any adapter that peft can read, on its base model."""
+"""Adapters on exactly the layers that the spec names: new ones, one that training continues from, the frozen copy of a
+starting adapter, and any adapter that peft can read, on its base model."""
 
 import copy
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from finefit.errors import FinefitError, ModelError, SpecError
+from finefit.errors import FinefitError, ModelError, SpecError, is_out_of_memory
 from finefit.facts.files import first_words, read_weight_file, reading_model
 from finefit.model.family import family_of
 from finefit.model.resolve_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, require_matching_adapter
@@ -28,7 +29,8 @@ _OTHER_BASE = "take the model that the adapter was made for, base_model_name_or_
 
 
 def attach(model: PreTrainedModel, tuning: Lora, *, name: str, base: Path | None) -> peft.PeftModel:
-    """`base`: the folder that the path of an adapter to continue from is relative to; None: a new one of its shape."""
+    """`base` is the folder that the path of an adapter to continue from is relative to. If it is None, a new adapter of
+    the same shape is made instead."""
     family = family_of(model)
     chosen = family.adapter_layers(tuning)
     # last parts of the names where they mean the same modules, as other tools expect them in adapter_config.json
@@ -63,7 +65,8 @@ def attach(model: PreTrainedModel, tuning: Lora, *, name: str, base: Path | None
 
 
 def require_exact(adapted: peft.PeftModel, chosen: set[str]) -> None:
-    """Peft matches names by their ends, so it may adapt too many layers; and nothing but adapters may be trained."""
+    """Raises if peft adapted other layers than intended (it matches names by their ends) or if anything but adapters is
+    trainable."""
     carrying = {name.removeprefix(_PREFIX) for name, module in adapted.named_modules() if isinstance(module, LoraLayer)}
     trained = {_layer_of(name) for name, p in adapted.named_parameters() if p.requires_grad}
     for odd, what in (
@@ -94,7 +97,7 @@ def _continue_from(adapted: peft.PeftModel, folder: Path, tuning: Lora, name: st
 
 
 def require_fitting_adapter(adapted: peft.PeftModel, folder: Path) -> None:
-    """By the header of its file: the model may be on the meta device."""
+    """Compares the header of the adapter's file with the model, which may be on the meta device."""
     with reading_model(folder / ADAPTER_WEIGHTS, "name another adapter in tuning.adapter"):
         stored = read_weight_file(folder / ADAPTER_WEIGHTS).tensors
     wanted = adapter_tensors(adapted)
@@ -122,7 +125,7 @@ def freeze_reference(model: peft.PeftModel) -> None:
 
 
 def _parameters_of(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
-    """By their names without that of the adapter."""
+    """The adapter's parameters, keyed by name without the adapter's own name."""
     return {
         name.replace(f".{adapter}", ""): p
         for name, p in model.named_parameters()
@@ -132,10 +135,12 @@ def _parameters_of(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def as_reference(model: nn.Module) -> Iterator[None]:
-    """The model answers as it did before its first step: with the frozen copy where there is one, else without its
-    adapter. Only without gradients: a recomputation in backward would use the other one.
+    """Within the block, the model answers as it did before its first step: with the frozen copy of its starting adapter
+    if there is one, else without its adapter. Use it only without gradients: a recomputation in backward would use the
+    trained adapter.
 
-    Peft's own switches also toggle requires_grad, of tensors that an engine may have wrapped or sharded."""
+    Peft's own switches are not used, because they also toggle requires_grad of tensors that an engine may have wrapped
+    or sharded."""
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     if not layers:
         raise FinefitError("a model without adapters holds no reference")
@@ -152,27 +157,32 @@ def as_reference(model: nn.Module) -> Iterator[None]:
             layer._active_adapter, layer._disable_adapters = active, is_disabled
 
 
-def load_adapter(model: nn.Module, folder: Path) -> peft.PeftModel:
+def load_adapter(model: nn.Module, folder: Path, *, on_meta: bool = False) -> peft.PeftModel:
     """Any adapter that peft can read. A tensor without a place in the model, or a place without a tensor, is an error:
-    peft would go on with the tensors that fit."""
-    with reading_model(folder / ADAPTER_CONFIG):
+    peft would go on with the tensors that fit. `on_meta`: the model has no values; the adapter gets its own, on the
+    CPU."""
+    with reading_model(folder / ADAPTER_CONFIG, _OTHER_BASE):
         config: peft.PeftConfig = peft.PeftConfig.from_pretrained(folder)
     if config.is_prompt_learning:
         what = f"{config.peft_type.value} prompts, which precede the model's input and are not part of its weights"
         raise ModelError(f"{folder.name} holds {what}", "finefit evaluates adapters of weights, such as LoRA and DoRA")
-    with warnings.catch_warnings():
+    with reading_model(folder, _OTHER_BASE), warnings.catch_warnings():
         warnings.filterwarnings("error", message=r".*missing adapter keys.*")
         try:
-            adapted = peft.PeftModel.from_pretrained(model, folder, config=config)
+            where: dict[str, Any] = {"low_cpu_mem_usage": True, "torch_device": "cpu"} if on_meta else {}
+            adapted = peft.PeftModel.from_pretrained(model, folder, config=config, **where)
         except UserWarning as missing:
             problem = f"the adapter in {folder.name} lacks tensors that this model needs: {first_words(missing)}"
             raise ModelError(problem, _OTHER_BASE) from None
-        except (RuntimeError, ValueError, OSError) as error:  # shapes or names that do not fit, an unreadable file
+        except (RuntimeError, ValueError) as error:  # shapes or names that do not fit
+            if is_out_of_memory(error):
+                raise
             problem = f"the adapter in {folder.name} does not fit this model: {first_words(error)}"
             raise ModelError(problem, _OTHER_BASE) from None
     if config.peft_type == peft.PeftType.LORA:  # whose tensors are named after the layers they adapt
         held = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        stored = peft.load_peft_weights(str(folder), device="cpu")
+        with reading_model(folder, _OTHER_BASE):
+            stored = peft.load_peft_weights(str(folder), device="cpu")
         if left := sorted(name for name in stored if ".lora_" in name and name not in held):
             problem = f"the adapter in {folder.name} adapts layers that this model does not have: {', '.join(left[:3])}"
             raise ModelError(problem, _OTHER_BASE)

@@ -1,9 +1,9 @@
 """The choice of a model's attention. Torch's fast kernels for shared key and value heads need bf16 or fp16 and an
-Ampere GPU or newer; elsewhere the heads are repeated first, since torch would fall back to a kernel whose memory grows
+Ampere GPU or newer. Elsewhere the heads are repeated first, since torch would fall back to a kernel whose memory grows
 with the square of the row.
 
-Packed rows attend to themselves alone: by torch's flash kernel for sequences of any length where a GPU has it, else by
-one call per row. B rows, H heads, T tokens, W width of a head.
+Packed rows attend only to themselves: by torch's variable-length flash kernel where the GPU has it, else by one call
+per row. B rows, H heads, T tokens, W width of a head.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from finefit.vision.attention import Attention, flash_varlen, has_varlen, widest
 
 REPEATED = "sdpa_repeated"
 PACKED = "_by_row"
-"""Suffix of an attention that takes packed rows too."""
+"""Suffix of an attention that also takes packed rows."""
 GROUPED = "_grouped"
 """Suffix of an attention for generation."""
 STRETCHED_ROPE = ("longrope", "dynamic")
@@ -39,13 +39,13 @@ laguna llama mellum minicpm3 minimax_m2 ministral ministral3 mistral mixtral nan
 persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 youtu
 """
 PACKABLE = frozenset(_PACKABLE_TYPES.split())
-"""Model types whose packed rows were compared with the same rows alone; tests/step/test_packing.py does it again for
+"""Model types whose packed rows were verified to equal the same rows alone; tests/step/test_packing.py repeats it for
 each."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 RECURRENT = ("linear_attention", "hybrid", "recurrent")
 """Kinds of layers that carry a state from token to token."""
 _WHOLE = nn.Module()
-"""Stands for an attention module whose heads share nothing."""
+"""A placeholder for an attention module whose heads share no keys."""
 _UNUSUAL = ("position_bias", "s_aux", "softcap")
 """Further arguments of some models' attention."""
 
@@ -60,7 +60,8 @@ def attention_here(device: str, precision: str, folder: Path, *, packing: bool =
 def choose_attention(
     device: str, capability: tuple[int, int], precision: str, config: PretrainedConfig, *, packing: bool = False
 ) -> str:
-    """Its name in transformers. One that packs equals one that does not where rows are not packed."""
+    """The attention's name in transformers. On rows that are not packed, one that supports packing gives the same
+    result as one that does not."""
     if caps_scores(config) or not has_attention(config):
         return "eager"
     is_fast = device == "cpu" or (capability >= (8, 0) and precision in ("bf16", "fp16"))
@@ -75,17 +76,18 @@ def choose_attention(
 
 
 def caps_scores(config: PretrainedConfig) -> bool:
-    """Gemma 2 caps its attention scores, which SDPA silently omits: another model would be trained."""
+    """Whether the model caps its attention scores, as Gemma 2 does. SDPA silently omits the cap, so a different model
+    would be trained."""
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def has_attention(config: PretrainedConfig) -> bool:
-    """A model of recurrences alone has none to choose, and transformers refuses every choice."""
+    """False for a model of recurrent layers only; transformers refuses every attention for it."""
     return getattr(config.get_text_config(), "num_attention_heads", None) is not None
 
 
 def layer_types_of(config: PretrainedConfig) -> list[str]:
-    """Empty where the config does not distinguish its layers."""
+    """The kind of each layer; empty if the config does not distinguish them."""
     text = config.get_text_config()
     return list(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
 
@@ -109,7 +111,8 @@ def _grouped(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> Any:
-    """With one token per row, heads that share a key take the place of tokens: all have the same keys and mask."""
+    """Attention for one new token per row. The heads that share a key are laid out as tokens, since all have the same
+    keys and mask."""
     groups = query.shape[1] // key.shape[1]
     is_plain = not any(kwargs.get(name) is not None for name in _UNUSUAL)
     if query.shape[2] != 1 or groups == 1 or attention_mask is None or not is_plain:
@@ -148,18 +151,18 @@ def can_pack(config: PretrainedConfig, longest: int) -> str | None:
     if window and is_sliding and longest > window:
         return f"the longest row has {longest} tokens, the model's window {window}"
     if (limit := _rope_limit(text)) is not None and longest > limit:
-        return f"rows of more than {limit} tokens change how the model turns positions, for all rows beside them"
+        return f"rows of more than {limit} tokens change the rotary embedding of every row in the batch"
     return None
 
 
 def turns_by_longest(config: PretrainedConfig, longest: int) -> bool:
-    """Whether rows of up to `longest` tokens change how the model turns positions, for all rows beside them."""
+    """Whether rows of up to `longest` tokens change the rotary embedding of all other rows in the batch."""
     limit = _rope_limit(config.get_text_config())
     return limit is not None and longest > limit
 
 
 def _rope_limit(text: PretrainedConfig) -> int | None:
-    """Up to which length rotary embeddings do not depend on the longest row at hand; None where they never do."""
+    """The length up to which rotary embeddings do not depend on the longest row of the batch; None if they never do."""
     rope = getattr(text, "rope_parameters", None) or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some have one for each kind of layer
     limits = [
@@ -171,7 +174,7 @@ def _rope_limit(text: PretrainedConfig) -> int | None:
 
 
 def run_backbone(causal: nn.Module, batch: Batch) -> ModelOutput:
-    """The batch with its images through all of the model but the head."""
+    """Runs the batch and its images through the whole model except the head."""
     vision_forward, backbone = vision_forward_in(causal), causal.base_model
     if vision_forward is not None:
         return vision_forward(backbone, batch.input_ids_BT, batch.extra, use_cache=False)  # type: ignore[arg-type]
@@ -196,7 +199,8 @@ def _by_row(
     packed: Packed | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What `can_pack` refuses must fail here too: it would silently train another model."""
+    """Attention with one call per row. What `can_pack` refuses must also fail here; otherwise a different model would
+    be trained silently."""
     if packed is None:
         return attend(module, query, key, value, attention_mask, **kwargs)
     window, remedy = kwargs.get("sliding_window"), "set data.packing: none"

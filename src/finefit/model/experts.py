@@ -1,12 +1,12 @@
-"""Experts of a mixture, computed by one grouped product over tokens sorted by expert, and its routers.
+"""The experts of a mixture, computed by one grouped product over tokens sorted by expert, and its routers.
 
-The implementations of transformers are not used: `eager` asks on the host which experts have tokens, so the GPU waits
-in every layer and a rehearsal, which has no values, fails; `batched_mm` copies an expert's weights for every token;
-`grouped_mm` ignores autocast, so a model kept in fp32 would train with fp32 products, and its gathers add gradients in
-no fixed order.
+finefit does not use the implementations of transformers: `eager` asks on the host which experts have tokens, so the GPU
+waits in every layer and a rehearsal, which has no values, fails; `batched_mm` copies an expert's weights for every
+token; `grouped_mm` ignores autocast, so a model kept in fp32 would train with fp32 products, and its gathers add
+gradients in no fixed order.
 
-Memory depends on the number of tokens and not on their experts, so no routing needs more than another. N tokens, K
-experts of each, S = N x K, E experts, H hidden, I inner, O outer.
+Memory depends on the number of tokens and not on their experts, so every routing needs the same. N tokens, K experts of
+each, S = N x K, E experts, H hidden, I inner, O outer.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,17 +26,17 @@ PLACEHOLDER_SIZE = 1
 """Neurons, all zero and without gradient, of a shared expert that only the architecture requires."""
 GROUPED = "grouped_under_autocast"
 _WITHOUT_KERNEL = (8, 0)
-"""Older GPUs have no grouped product; transformers has a loop for them, which waits for the GPU."""
+"""Replaces the grouped product on older GPUs, which lack it: transformers' loop, which waits for the GPU."""
 
 
 def choose_experts() -> str:
-    """Transformers' name of the implementation, for all that runs a model; models without experts ignore it."""
+    """The implementation's name in transformers, for everything that runs a model; models without experts ignore it."""
     ALL_EXPERTS_FUNCTIONS.register(GROUPED, _grouped)
     return GROUPED
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """By name: modules that hold several experts in one tensor, as transformers' `use_experts_implementation` does."""
+    """Modules, by name, that hold several experts in one tensor, as transformers' `use_experts_implementation` does."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -45,7 +45,7 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def placeholder_experts(model: nn.Module) -> tuple[str, ...]:
-    """Dotted names of the shared experts of zeros and of their gates, which get no gradient either."""
+    """Dotted names of the all-zero shared experts and their gates; these get no gradient either."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if isinstance(config, PretrainedConfig) else None
     if getattr(text, "shared_expert_intermediate_size", None) != PLACEHOLDER_SIZE:
@@ -54,7 +54,8 @@ def placeholder_experts(model: nn.Module) -> tuple[str, ...]:
 
 
 def active_parameters(model: nn.Module) -> int:
-    """Parameters that a token passes: of each layer's experts as many as it is sent to."""
+    """The number of parameters that process one token: of each layer's experts, only as many as the token is sent
+    to."""
     config = getattr(model, "config", None)
     chosen = getattr(config.get_text_config(), "num_experts_per_tok", None) if config is not None else None
     total = sum(p.numel() for p in model.parameters())
@@ -68,14 +69,14 @@ def active_parameters(model: nn.Module) -> int:
 
 
 def _grouped(experts: Any, hidden_NH: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
-    """As transformers calls it, on modules of its `use_experts_implementation`."""
+    """The signature is the one that transformers calls on modules of its `use_experts_implementation`."""
     num_chosen, first = experts_NK.shape[-1], "gate_up_proj" if experts.has_gate else "up_proj"
     sorted_S, order_S = torch.sort(experts_NK.reshape(-1), stable=True)
     back_S = torch.argsort(order_S)
     ends_E = torch.searchsorted(
         sorted_S, torch.arange(experts.num_experts, device=sorted_S.device), right=True, out_int32=True
     )
-    narrow_NH = hidden_NH.to(_product_dtype(getattr(experts, first)))
+    narrow_NH = hidden_NH.to(product_dtype(getattr(experts, first)))
     rows_SH: Tensor = _Gathered.apply(narrow_NH, order_S, back_S, num_chosen)  # type: ignore[no-untyped-call]
     inner_SI = _linear(experts, first, rows_SH, ends_E, sorted_S)
     inner_SI = experts._apply_gate(inner_SI) if experts.has_gate else experts.act_fn(inner_SI)
@@ -87,7 +88,7 @@ def _grouped(experts: Any, hidden_NH: Tensor, experts_NK: Tensor, weights_NK: Te
 
 def _linear(experts: Any, name: str, x_SI: Tensor, ends_E: Tensor, sorted_S: Tensor) -> Tensor:
     weight: nn.Parameter = getattr(experts, name)
-    dtype = _product_dtype(weight)
+    dtype = product_dtype(weight)
     weight_EIO = weight.to(dtype) if experts.is_transposed else weight.to(dtype).transpose(-2, -1)
     out_SO = _product(x_SI.to(dtype), weight_EIO, ends_E)
     if experts.has_bias:
@@ -95,10 +96,11 @@ def _linear(experts: Any, name: str, x_SI: Tensor, ends_E: Tensor, sorted_S: Ten
     return out_SO
 
 
-def _product_dtype(weight: Tensor) -> torch.dtype:
-    """Autocast does not know grouped products, so its cast for linear layers is done here."""
-    kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+def product_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of a product under autocast. Autocast does not know grouped products and fused kernels, so they cast
+    their inputs themselves, as it would for linear layers."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 def _product(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
@@ -109,8 +111,8 @@ def _product(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """Each token once for each of its experts, in the order of the experts. Backward sums them in a fixed order: the
-    gradient of a repeated index would be added in any."""
+    """Repeats each token once per chosen expert, sorted by expert. Backward sums the copies in a fixed order; torch's
+    gradient of a repeated index would add them in any order."""
 
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, order_S: Tensor, back_S: Tensor, num_chosen: int) -> Tensor:
@@ -125,7 +127,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The reverse: sums the outputs of a token's experts."""
+    """The reverse of `_Gathered`: sums the outputs of a token's experts."""
 
     @staticmethod
     def forward(ctx: Any, rows_SH: Tensor, order_S: Tensor, back_S: Tensor, num_chosen: int) -> Tensor:
@@ -140,12 +142,13 @@ class _Summed(torch.autograd.Function):
 
 
 def _sum(rows_SH: Tensor, back_S: Tensor, num_chosen: int) -> Tensor:
-    """In the dtype of the rows: autocast would give fp32 on a GPU and not on a CPU."""
+    """Sums in the dtype of the rows: autocast would give fp32 on a GPU but not on a CPU."""
     return rows_SH.index_select(0, back_S).view(-1, num_chosen, rows_SH.shape[-1]).sum(dim=1, dtype=rows_SH.dtype)
 
 
 def routers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """By name, in the order of the layers. A router is recognised by a row of weights for each expert and `top_k`."""
+    """Routers by name, in the order of the layers. A router is recognised by `top_k` and a weight with one row per
+    expert."""
     return {name: module for name, module in model.named_modules() if is_router(module)}
 
 
@@ -165,7 +168,8 @@ def top_k_of(router: nn.Module) -> int:
 
 @contextmanager
 def record_routing(routers: Iterable[nn.Module]) -> Iterator[list[Routed]]:
-    """The outputs of the routers, in the order of their calls; a recomputation in backward comes after the block."""
+    """Records the outputs of the routers in call order. A recomputation in backward comes after the block and adds
+    nothing."""
     found: list[Routed] = []
 
     def note(_: nn.Module, __: Any, answer: tuple[Tensor, Tensor, Tensor]) -> None:

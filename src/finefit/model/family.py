@@ -1,6 +1,6 @@
-"""What training and evaluation ask of a model, whoever wrote its code: which layers may carry adapters, which may be
-recomputed, how it is saved, whether it computes its own loss. A transformers model answers through
-`TransformersFamily`, a module that a user's file built through `custom.model.CustomFamily`."""
+"""What training and evaluation need from a model, whoever wrote its code: which layers may carry adapters, which may be
+recomputed, how it is saved, whether it computes its own loss. `TransformersFamily` answers for a transformers model,
+`custom.model.CustomFamily` for a module that a user's file built."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -27,40 +27,40 @@ from finefit.vision import is_inside, tower_of, unused_modules, vision_forward_i
 Watch = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Wraps the call that runs the model; a rehearsal watches it."""
 FAMILY = "finefit_family"
-"""Attribute of a module that is not a transformers model: makes its family."""
+"""Attribute of a module that is not a transformers model; calling it makes the module's family."""
 
 
 class ModelFamily(Protocol):
     @property
     def module(self) -> nn.Module:
-        """Without adapters."""
+        """The module without its adapters."""
 
     @property
     def name(self) -> str:
-        """For messages: a class, or the user's file."""
+        """The name in messages: a class, or the user's file."""
 
     @property
     def peft_task(self) -> str | None:
-        """None for a model that need not be one of transformers'."""
+        """None for a model that need not be a transformers model."""
 
     def adapter_layers(self, tuning: Lora) -> set[str]:
         """Names of exactly the modules that get an adapter."""
 
     def layers(self) -> list[nn.Module]:
-        """Those that `levers.recompute` counts, the first ones first."""
+        """The layers that `levers.recompute` counts, first to last."""
 
     def refused_levers(self, levers: Levers) -> list[str]:
         """Levers that cannot be applied to this model, with their values."""
 
     def own_forward(self, autocast: AbstractContextManager[Any] | None, watch: Watch) -> Forward | None:
-        """Of a model that computes its own loss; None where log-probabilities are computed from its logits."""
+        """The forward of a model that computes its own loss; None if log-probabilities are computed from its logits."""
 
     def own_objective(self) -> Objective | None:
-        """Of a model that computes its own loss; None where the spec's objective applies."""
+        """The objective of a model that computes its own loss; None if the spec's objective applies."""
 
     def save(self, folder: Path, whole: Mapping[str, Tensor] | None, frozen: FrozenWeights | None) -> None:
-        """The whole model. `whole`: the weights by name, where the model's own are sharded; `frozen`: files with the
-        frozen weights as they were before anything was rounded."""
+        """Saves the whole model. `whole` has the weights by name if the model's own are sharded; `frozen` has files
+        with the frozen weights as they were before any rounding."""
 
 
 def family_of(model: nn.Module) -> ModelFamily:
@@ -72,8 +72,8 @@ def family_of(model: nn.Module) -> ModelFamily:
 def save_weights(
     model: nn.Module, folder: Path, whole: dict[str, Tensor] | None = None, frozen: FrozenWeights | None = None
 ) -> None:
-    """adapter_model.safetensors and adapter_config.json, or the whole model: peft and transformers read the folder as
-    it is. `whole` and `frozen` as in `ModelFamily.save`."""
+    """Writes adapter_model.safetensors and adapter_config.json, or the whole model, as peft and transformers expect
+    them. `whole` and `frozen` are as in `ModelFamily.save`."""
     if not isinstance(model, peft.PeftModel):
         family_of(model).save(folder, whole, frozen)
         return
@@ -129,7 +129,7 @@ class TransformersFamily:
         return found
 
     def layers(self) -> list[nn.Module]:
-        """Of a vision-language model those of its language tower."""
+        """In a vision-language model, the layers of its language tower."""
         vision_forward, found = vision_forward_in(self.module), dict[str, nn.Module]()
         for name, module in self.module.named_modules():
             is_language = vision_forward is None or tower_of(vision_forward, name) == "language"
@@ -164,7 +164,7 @@ def _to_host(parameter: nn.Parameter) -> Tensor:
 
 
 def match_targets(allowed: set[str], targets: Layers, key: str, nothing: str, known: str) -> set[str]:
-    """Names of `allowed` that end with one of the targets. `key`, `nothing` and `known` word the error for a target
+    """Names in `allowed` that end with one of the targets. `key`, `nothing` and `known` word the error for a target
     that matches none: where it was given, what it failed to match, and what introduces the choices."""
     if targets == "all-linear":
         return allowed

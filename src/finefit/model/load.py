@@ -1,9 +1,9 @@
-"""Weights into memory, and the choice of what is trained. A pattern that matches nothing is an error.
+"""Loads weights into memory and chooses what is trained. A pattern that matches nothing is an error.
 
 A pattern of `tuning.trainable` matches a module whose dotted name ends with it, part by part; `*` stands for one part.
 `layers.*.mlp` is the MLP of every layer with everything in it, `layers.0.mlp` that of the first, `norm` every module of
-that name; in a vision-language model the name of a tower is that tower. The placeholder for the shared expert of a
-mixture that has none lies in every `mlp` and is never trained.
+that name; in a vision-language model the name of a tower is that tower. The all-zero placeholder of a mixture without a
+shared expert is inside every `mlp` and is never trained.
 """
 
 import importlib.util
@@ -22,19 +22,18 @@ from torch import nn
 from transformers import AutoConfig, BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from finefit.errors import ModelError, SpecError
-from finefit.facts.files import read_config, reading_model
+from finefit.facts.files import read_config, reading_model, require_small_texts
 from finefit.model.adapter import REFERENCE, attach, load_adapter
 from finefit.model.experts import choose_experts, placeholder_experts
 from finefit.model.quantised import packed_weights, quantization_of
 from finefit.model.resolve_model import ADAPTER_CONFIG
-from finefit.model.saved_weights import whole_shape
+from finefit.model.saved_weights import full_shape
+from finefit.model.unpacked import never_packed
 from finefit.spec.models import Full, Lora, Subset, Tower, Tuning
-from finefit.vision import auto_class, is_inside, tower_of, unused_modules, vision_forward_in, vision_forward_of
+from finefit.vision import auto_class, is_inside, tower_of, unused_modules, vision_forward_in
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _PACKED_DTYPES: dict[int, Any] = {4: CustomDtype.INT4, 8: torch.int8}
-_HEAD = "lm_head"
-"""Of every vision-language model."""
 _KINDS_SHOWN = 24
 
 
@@ -47,8 +46,9 @@ def load_base(
     bits: int | None = None,
     num_cards: int = 1,
 ) -> PreTrainedModel:
-    """Weights go to their device as they are read. `bits`: of the linear layers but the head, with products in `dtype`.
-    `num_cards`: that the layers are distributed over. Weights that are stored packed are loaded as they are."""
+    """Reads weights straight to their device. `bits` applies to the linear layers except the head; products are
+    computed in `dtype`. `num_cards` is the number of cards that the layers are distributed over. Weights that are
+    stored packed are loaded as they are."""
     values = read_config(folder)
     if (packed := packed_weights(values)) is not None:
         bits = packed.bits
@@ -100,7 +100,7 @@ def load_base(
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Of a model of one GGUF file a folder that transformers loads."""
+    """Makes a folder that transformers can load from a model in one GGUF file."""
     auto = transformers.AutoModelForCausalLM
     loaded = auto.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     left_out = ("quantization_config", "_name_or_path")
@@ -127,25 +127,27 @@ def load_for_answers(
     start: Path | None = None,
     num_cards: int = 1,
 ) -> nn.Module:
-    """The starting model, with its adapter `start`, or the one in a checkpoint or other folder, ready to generate."""
+    """The starting model with its adapter `start`, or with the one in a checkpoint or other folder, ready to
+    generate."""
     adapter = adapter_to_load(checkpoint, start)
     folder = base if checkpoint is None or adapter else checkpoint
     model = load_base(folder, device=device, dtype=dtype, attention=attention, bits=bits, num_cards=num_cards)
     model.generation_config = GenerationConfig()  # the model's own penalties would change greedy answers
-    answering: nn.Module = model if adapter is None else load_adapter(model, adapter)
-    return answering.eval()
+    adapted: nn.Module = model if adapter is None else load_adapter(model, adapter)
+    return adapted.eval()
 
 
 def adapter_to_load(checkpoint: Path | None, start: Path | None) -> Path | None:
-    """None where the checkpoint is a whole model."""
+    """None if the checkpoint is a whole model."""
     if checkpoint is None:
         return start
     return checkpoint if (checkpoint / ADAPTER_CONFIG).exists() else None
 
 
 def weight_dtype(precision: str, tuning: Tuning) -> torch.dtype:
-    """In which weights are loaded. Whole models keep fp32 weights under autocast: half precision would lose small
-    updates. A subset is loaded in half precision and its trained part then widened."""
+    """The dtype in which weights are loaded. A model trained whole keeps fp32 weights under autocast, because half
+    precision would lose small updates. If only a subset is trained, the model is loaded in half precision and the
+    trained part is then widened."""
     return torch.float32 if isinstance(tuning, Full) else _DTYPES[precision]
 
 
@@ -158,40 +160,39 @@ def starting_adapter(tuning: Tuning, base: Path) -> Path | None:
 
 
 def quiet() -> None:
-    """No progress bars of libraries between our own lines. What bitsandbytes logs is quieted in `finefit` itself,
-    because it comes with its import."""
+    """Hides the progress bars of libraries. `finefit/__init__.py` quiets the log of bitsandbytes, because it begins
+    with its import."""
     transformers.utils.logging.disable_progress_bar()
 
 
 def _quantisation(bits: int | None, dtype: torch.dtype, config: PretrainedConfig) -> BitsAndBytesConfig | None:
-    """Embeddings, norms, the head and the other towers of a vision-language model stay in `dtype`."""
+    """The quantised linear layers. Embeddings, norms, the head and the other towers of a vision-language model stay in
+    `dtype`."""
     if bits is None:
         return None
-    vision_forward, skipped = vision_forward_of(config), None  # None: transformers skips the head by itself
-    if vision_forward is not None:
-        others = (names for tower, names in vision_forward.towers.items() if tower != "language")
-        skipped = [_HEAD, *chain.from_iterable(others)]
+    skipped = never_packed(config)
     if bits == 8:
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skipped)
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=None if skipped is None else list(skipped))
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=skipped,
+        llm_int8_skip_modules=None if skipped is None else list(skipped),
     )
 
 
 def device_here(device: str) -> torch.device:
-    """The GPU of this rank by its number: weights are loaded by threads, which would take the first one."""
+    """This rank's GPU by number: weights are loaded by threads, which would otherwise use the first GPU."""
     return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
 
 def device_map(folder: Path, *, dtype: torch.dtype, bits: int | None, free: Mapping[int, int]) -> dict[str, int]:
     """The GPU of every module of a model larger than one: whole layers, GPU after GPU, in equal shares (accelerate's
     own arithmetic), and nothing on the host or on disk, a hundred times slower. `free`: bytes of each GPU."""
-    config = AutoConfig.from_pretrained(folder)
-    with init_empty_weights():
+    require_small_texts(folder)
+    with reading_model(folder), init_empty_weights():
+        config = AutoConfig.from_pretrained(folder)
         model = auto_class(config).from_config(config, dtype=dtype)
     model.tie_weights()
     sizes: dict[str, Any] = {"dtype": dtype, "special_dtypes": {}}
@@ -222,8 +223,8 @@ def device_map(folder: Path, *, dtype: torch.dtype, bits: int | None, free: Mapp
 def make_trainable(
     model: PreTrainedModel, tuning: Tuning, *, name: str, base: Path | None = None
 ) -> PreTrainedModel | peft.PeftModel:
-    """`name` is recorded as the base of an adapter. `base`: the folder that `tuning.adapter` is relative to; None, for
-    a rehearsal, reads no adapter and makes one of its shape."""
+    """`name` is recorded as the base of an adapter. `base` is the folder that `tuning.adapter` is relative to; if it is
+    None, as in a rehearsal, no adapter is read and a new one of its shape is made."""
     if isinstance(tuning, Lora):
         return attach(model, tuning, name=name, base=base).train()
     _allow_saving(model)
@@ -237,7 +238,8 @@ def make_trainable(
 
 
 def _allow_saving(model: PreTrainedModel) -> None:
-    """Some models come with a temperature and without sampling; transformers loads that and refuses to save it."""
+    """Some models ship a temperature with sampling turned off; transformers loads that setting but refuses to save
+    it."""
     config = getattr(model, "generation_config", None)
     if config is None:
         return
@@ -253,7 +255,8 @@ def _allow_saving(model: PreTrainedModel) -> None:
 
 
 def _train_only(model: nn.Module, patterns: Sequence[str]) -> None:
-    """In fp32, where small updates are not lost; autocast brings trained and frozen weights together."""
+    """Trained weights become fp32, where small updates are not lost; autocast brings trained and frozen weights
+    together."""
     chosen = {name for pattern in patterns for name in _chosen(model, pattern)}
     _require_untied(model, chosen)
     excluded = placeholder_experts(model)
@@ -264,7 +267,8 @@ def _train_only(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _chosen(model: nn.Module, pattern: str) -> set[str]:
-    """Names of modules, or of parameters where the pattern is a tower: one tower may lie inside another."""
+    """Names of the modules that match, or of parameters if the pattern is a tower, since one tower may be inside
+    another."""
     vision_forward = vision_forward_in(model)
     if vision_forward is not None and pattern in get_args(Tower):
         unused = unused_modules(model)
@@ -289,7 +293,7 @@ def _ends_with(parts: list[str], wanted: list[str]) -> bool:
 
 
 def _require_untied(model: nn.Module, chosen: set[str]) -> None:
-    """A tensor that two modules share is trained in both."""
+    """Refuses a shared tensor if only one of its modules is chosen, because it would be trained in both."""
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
@@ -315,10 +319,11 @@ class Counts(NamedTuple):
 
 
 def counts(model: nn.Module) -> Counts:
-    """A weight that is packed into bits counts with its unpacked values, a frozen copy of the adapter not at all."""
+    """Counts parameters. A packed weight counts with its unpacked values; a frozen copy of the adapter does not
+    count."""
     sizes = {True: 0, False: 0}
     for parameter in (p for name, p in model.named_parameters() if f".{REFERENCE}." not in name):
         packed = getattr(parameter, "quant_state", None)
-        values = whole_shape(parameter).numel() if packed is None else math.prod(packed.shape)
+        values = full_shape(parameter).numel() if packed is None else math.prod(packed.shape)
         sizes[parameter.requires_grad] += values
     return Counts(trainable=sizes[True], total=sum(sizes.values()))

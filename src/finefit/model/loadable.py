@@ -1,7 +1,6 @@
-"""Whether a worker will be able to load a model: by the headers of its files, on the meta device. transformers renames
-and joins the tensors as it does with real weights, but no weight is read."""
+"""Whether a worker will be able to load a model, decided from the headers of its files on the meta device. transformers
+renames and joins the tensors as it does with real weights, but no weight is read."""
 
-import json
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from math import prod
@@ -11,16 +10,20 @@ from typing import Any
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from finefit.artifacts.forecasts import LoadProof
-from finefit.errors import ModelError
+from finefit.errors import MissingPackage, ModelError
 from finefit.facts.files import (
+    FETCH_AGAIN,
+    INDEX,
     RESTORE,
+    WEIGHTS,
     Tensor,
     WeightFile,
     find_weight_files,
     read_config,
-    read_tensor,
+    read_stored_json,
     read_weight_file,
     reading_model,
 )
@@ -50,7 +53,7 @@ def require_known_type(config: Mapping[str, Any]) -> None:
 
 
 def require_causal(config: PretrainedConfig) -> None:
-    """transformers would list all of its classes."""
+    """Raises a short error; transformers would list all of its classes."""
     if type(config) not in auto_class(config)._model_mapping:
         problem = f"transformers has no causal language model of type {config.model_type}, and finefit trains no other"
         families = ", ".join(FAMILIES)
@@ -58,8 +61,17 @@ def require_causal(config: PretrainedConfig) -> None:
 
 
 def prove_loadable(folder: Path, tuning: Tuning | None, name: str, base: Path) -> LoadProof:
-    """Raises what a worker would. `name`: of the base of an adapter; `base`: where the path of an adapter that training
-    continues from starts. `tuning`: None for a model that is not trained."""
+    """Raises what a worker would raise. `name` is recorded as the base of an adapter; `base` is the folder that the
+    path of an adapter to continue from is relative to. `tuning` is None for a model that is not trained."""
+    try:
+        return _proved(folder, tuning, name, base)
+    except ModelError as error:
+        if isinstance(error.__context__, ImportError):
+            raise MissingPackage(error.problem, error.remedy) from None
+        raise
+
+
+def _proved(folder: Path, tuning: Tuning | None, name: str, base: Path) -> LoadProof:
     values = read_config(folder)
     require_known_type(values)
     with reading_model(folder / "config.json"):
@@ -68,7 +80,11 @@ def prove_loadable(folder: Path, tuning: Tuning | None, name: str, base: Path) -
     packed = packed_weights(values)
     if tuning is not None:
         require_trainable(packed, tuning)
-    files = [read_weight_file(folder / file) for file in find_weight_files(folder)]
+    names = find_weight_files(folder)
+    if names != (WEIGHTS,):
+        with reading_model(folder / INDEX, FETCH_AGAIN):
+            get_checkpoint_shard_files(str(folder), str(folder / INDEX))
+    files = [read_weight_file(folder / file) for file in names]
     stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
     dense = {} if packed is None else _unpacked(folder, files, packed)
     parts = tuple(f"{name}." for name in dense) + tuple(f"{name}_format" for name in dense)
@@ -94,8 +110,8 @@ def prove_loadable(folder: Path, tuning: Tuning | None, name: str, base: Path) -
 
 
 def _unpacked(folder: Path, files: Iterable[WeightFile], packed: PackedWeights) -> dict[str, Tensor]:
-    """Headers of the packed weights as they would be without packing. bitsandbytes stores the scales of 8 bits as SCB
-    beside a weight; of 4 bits the shape of the weight in JSON, too."""
+    """The headers that packed weights would have without packing. bitsandbytes stores the scales of 8-bit weights as
+    SCB beside the weight; for 4 bits it stores the shape of the weight, in JSON, too."""
     found: dict[str, Tensor] = {}
     stored = {name: tensor for file in files for name, tensor in file.tensors.items()}
     mark = "SCB" if packed.bits == 8 else f"weight.quant_state.bitsandbytes__{packed.kind}"
@@ -109,7 +125,7 @@ def _unpacked(folder: Path, files: Iterable[WeightFile], packed: PackedWeights) 
         shape, is_whole = stored[weight].shape, stored[weight].dtype == "I8"
         if packed.bits == 4:
             with reading_model(f"{holder.path}: {name}"):
-                shape = tuple(map(int, json.loads(read_tensor(holder, name))["shape"]))
+                shape = tuple(map(int, read_stored_json(holder, name)["shape"]))
             is_whole = stored[weight].dtype == "U8" and prod(stored[weight].shape) == -(-prod(shape) // 2)
             is_whole &= {f"{weight}.absmax", f"{weight}.quant_map"} <= stored.keys()
         if not is_whole:
@@ -147,7 +163,7 @@ def _load_headers(folder: Path, config: PretrainedConfig, stored: Mapping[str, T
         raise ModelError(problem, "take config.json and weights from the same model")
     parameters = {name for name, _ in model.named_parameters()}
     if whole := [name for name, tensor in stored.items() if name in parameters and tensor.dtype not in _FLOATS]:
-        problem = f"{folder}: {_few(whole)} is stored as {stored[whole[0]].dtype}, which no weight can be"
+        problem = f"{folder}: {_few(whole)} is stored as {stored[whole[0]].dtype}, which is not a dtype of weights"
         raise ModelError(problem, RESTORE)
     found: PreTrainedModel = model
     return found

@@ -1,6 +1,8 @@
-"""An adapter merged into its base: a whole model that plain transformers loads, verified to answer as the two did.
+"""Merges an adapter into its base: a whole model that plain transformers loads, verified to answer as base and adapter
+did.
 
-All on the host: the base is loaded once in the dtype that it is written in, and read back once after writing.
+Everything happens on the host. Writing goes tensor by tensor; the base with its adapter and the merged model are then
+loaded one after the other, in the dtype that was written.
 """
 
 import gc
@@ -13,90 +15,85 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig
 
-from finefit.artifacts.atomic import report_disk_full
 from finefit.errors import FinefitError, ModelError
 from finefit.facts.files import find_texts, read_config, read_model_folder
 from finefit.model.adapter import load_adapter
 from finefit.model.experts import forward_hooks, record_routing, routers_of
 from finefit.model.load import load_base
+from finefit.model.merged_weights import MergedWeights, without_ties_warned, write_merged
 from finefit.objective.losses import Routed
 from finefit.vision import auto_class
 
-_SHARD = "4GB"
 _ROWS, _TOKENS = 2, 24
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Of the spread of the logits; what rounding every weight once may amount to."""
+"""Tolerated difference, as a share of the logits' standard deviation."""
 _LOST = 0.5
-"""Of the adapter's effect: rounding that takes more is reported."""
+"""Rounding that takes more than this share of the adapter's effect is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeProof:
-    """Differences are root mean squares over the logits of a probe, as shares of their standard deviation."""
+    """Differences are root mean squares over a probe's logits, as shares of the logits' standard deviation."""
 
     dtype: str
     parameters: int
     difference: float
-    """Of the merged model to base and adapter."""
+    """The difference between the merged model and the base with the adapter."""
     tolerance: float
     effect: float
-    """Of the adapter: base with it to base without."""
+    """The difference between the base with and without the adapter."""
 
     @property
     def loses(self) -> bool:
-        """Whether rounding has taken much of what the adapter has learnt."""
+        """Whether rounding lost much of what the adapter has learnt."""
         return self.difference > _LOST * self.effect and self.effect > 0
 
 
 def merge_adapter(base: Path, adapter: Path, out: Path, *, dtype: torch.dtype | None = None) -> MergeProof:
-    """`dtype`: None, as the base is stored. Tokenizer and template are those beside the adapter, where it has them."""
-    dtype = dtype or stored_dtype(base)
+    """`dtype` None keeps that of the stored base. Tokenizer and template are taken from beside the adapter if they are
+    there."""
+    asked, dtype = dtype, dtype or stored_dtype(base)
     if packed := read_config(base).get("quantization_config"):  # rounding to 4 bits would lose what was learnt
         kind = packed.get("quant_method", "quantised")
         problem = f"{base.name} holds packed weights ({kind}), into which no adapter can be merged"
         raise ModelError(problem, "name the model that it was packed from")
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        written = write_merged(base, adapter, out, dtype=asked)
+        proof = _prove(base, adapter, out, dtype, written)
+    except FinefitError:
+        for path in out.glob("*"):  # nothing that was not proved stays
+            path.unlink()
+        raise
+    for folder in (base, adapter):
+        copy_texts(folder, out)
+    return proof
+
+
+def _prove(base: Path, adapter: Path, out: Path, dtype: torch.dtype, written: MergedWeights) -> MergeProof:
     model = load_base(base, device="cpu", dtype=dtype)
     vocabulary = model.config.get_text_config().vocab_size
     probe = torch.randint(vocabulary, (_ROWS, _TOKENS), generator=torch.Generator().manual_seed(0))
     alone = _logits(model, probe)
-    adapted = load_adapter(model, adapter).eval()
+    with without_ties_warned():
+        adapted = load_adapter(model, adapter).eval()
     with record_routing(routers_of(adapted).values()) as said:
         wanted = _logits(adapted, probe)
-    try:
-        merged = adapted.merge_and_unload(safe_merge=True)
-    except ValueError as error:  # weights that are not finite
-        problem = f"the adapter in {adapter.name} cannot be merged: {error}"
-        raise ModelError(problem, "take another checkpoint: its weights have diverged") from None
-    assert isinstance(merged, PreTrainedModel)
+    del model, adapted
+    gc.collect()  # two models are never in memory at once
+    merged = auto_class(AutoConfig.from_pretrained(out)).from_pretrained(out, dtype=dtype).eval()
     with _routed_as(merged, said) as again:
         held = _logits(merged, probe)
-    found, size = _logits(merged, probe), sum(p.numel() * p.element_size() for p in merged.parameters())
     proof = MergeProof(
         dtype=str(dtype).removeprefix("torch."),
-        parameters=sum(p.numel() for p in merged.parameters()),
+        parameters=written.parameters,
         difference=_apart(held, wanted),
         tolerance=_TOLERANCE[dtype],
         effect=_apart(wanted, alone),
     )
     _require_equal(proof, _moved(again, said))
-    with report_disk_full(out, size):
-        merged.generation_config = GenerationConfig()  # the base's file is copied: transformers refuses to save some
-        merged.save_pretrained(out, max_shard_size=_SHARD)
-        (out / "generation_config.json").unlink(missing_ok=True)
-        for folder in (base, adapter):
-            copy_texts(folder, out)
-    del model, adapted, merged
-    gc.collect()  # two models are never in memory at once
-    again_model = auto_class(AutoConfig.from_pretrained(out)).from_pretrained(out, dtype="auto").eval()
-    read_back = _logits(again_model, probe)
-    if not torch.equal(read_back, found):
-        raise FinefitError(
-            f"the merged model in {out} does not read back as it was written: its logits differ by "
-            f"{_apart(read_back, found):.2g} of their spread",
-            "the disk may be faulty; give the same command again",
-        )
     return proof
 
 
@@ -117,8 +114,8 @@ def _logits(model: nn.Module, probe: Tensor) -> Tensor:
 
 @contextmanager
 def _routed_as(model: nn.Module, said: Sequence[Routed]) -> Iterator[list[Routed]]:
-    """Tokens go to the same experts as before, whatever the routers say now, which is returned: between two experts
-    that are nearly as good, rounding may choose the other one and change all that follows."""
+    """Sends tokens to the same experts as before and returns what the routers choose now. Between two experts of nearly
+    equal score, rounding may choose the other one and change everything after it."""
     found: list[Routed] = []
 
     def answer(_: nn.Module, __: Any, own: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +128,7 @@ def _routed_as(model: nn.Module, said: Sequence[Routed]) -> Iterator[list[Routed
 
 
 def _moved(found: Sequence[Routed], wanted: Sequence[Routed]) -> float:
-    """The mean share of a token's probability that routers give to other experts, in the layer where it is largest."""
+    """The mean share of a token's probability that routers shift to other experts, in the layer where it is largest."""
     shares = ([routed.logits_NE.double().softmax(-1) for routed in pair] for pair in zip(found, wanted, strict=True))
     return max((float((ours - theirs).abs().sum(-1).mean()) / 2 for ours, theirs in shares), default=0.0)
 
@@ -141,7 +138,7 @@ def _apart(found: Tensor, wanted: Tensor) -> float:
 
 
 def _require_equal(proof: MergeProof, moved: float) -> None:
-    """Also refuses differences that are NaN."""
+    """Refuses NaN differences too."""
     for value, what in (
         (proof.difference, "the merged model differs from base and adapter by {:.2g} of the spread of its logits"),
         (moved, "routers of the merged model send {:.2g} of a token's weight elsewhere than base and adapter do"),
@@ -154,7 +151,7 @@ def _require_equal(proof: MergeProof, moved: float) -> None:
 
 
 def copy_texts(folder: Path, out: Path) -> None:
-    """Copies all that decides a model's answers beside its weights and their config; replaces what is there."""
+    """Copies every file that decides a model's answers except the weights and config, and replaces existing ones."""
     for name, path in find_texts(folder).items():
         if name != "config.json":
             (out / name).parent.mkdir(exist_ok=True)

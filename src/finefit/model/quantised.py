@@ -1,5 +1,5 @@
-"""What the `quantization_config` of a model means: its weights are stored packed. Adapters are trained on those of
-bitsandbytes as they are; every other method is refused by name, here and nowhere else."""
+"""Reads the `quantization_config` of a model whose weights are stored packed. Adapters can be trained on bitsandbytes
+weights as they are; every other method is refused by name, here and nowhere else."""
 
 import re
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ _NUMBERED = re.compile(r"(^|\.)layers\.\d+(\.|$)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedWeights:
-    """Of bitsandbytes, as they are stored."""
+    """How bitsandbytes stored the weights."""
 
     bits: Literal[4, 8]
     kind: str
@@ -43,12 +43,13 @@ class PackedWeights:
 
     @property
     def names_layers(self) -> bool:
-        """Whether single layers are left out by their number, so that layers of one kind differ."""
+        """Whether single layers are left out by number, so that layers of one kind differ."""
         return any(_NUMBERED.search(name) for name in self.skipped or ())
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """As transformers looks for it in a config.json: in a vision-language model perhaps inside its text_config."""
+    """Finds the setting where transformers would: in config.json or, for a vision-language model, perhaps in its
+    text_config."""
     inner = config.get("text_config")
     for values in (config, inner if isinstance(inner, dict) else {}):
         for key in _KEYS:
@@ -61,7 +62,8 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def packed_weights(config: Mapping[str, Any]) -> PackedWeights | None:
-    """`config`: the contents of a config.json. None for plain weights; refuses what cannot be trained on."""
+    """`config` is the content of a config.json. None for plain weights; raises for weights that cannot be trained
+    on."""
     found = quantization_of(config)
     if found is None:
         return None
@@ -88,7 +90,7 @@ def packed_weights(config: Mapping[str, Any]) -> PackedWeights | None:
 
 
 def require_trainable(packed: PackedWeights | None, tuning: Tuning) -> None:
-    """The spec says that the base has few bits, so that every rule for such bases holds for stored ones, too."""
+    """The spec must state the bits of stored weights, so that every rule for a quantised base applies to them too."""
     if packed is None:
         return
     what = f"the model's weights are stored in {packed.bits} bits (bitsandbytes {packed.kind})"

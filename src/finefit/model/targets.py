@@ -1,5 +1,5 @@
-"""The linear layers of a transformers model, and those among them that cannot carry an adapter: all-linear leaves them
-out, and the plan names them."""
+"""The linear layers of a transformers model, and those among them that cannot carry an adapter: `all-linear` leaves
+these out, and the plan names them."""
 
 import peft
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -17,14 +17,14 @@ _FUSED = "a kernel reads the weights of these state-space layers and would ignor
 _TAKEN = "peft takes these names for those of the experts"
 _OTHERS = "a block that several layers share holds one of these for each of them"
 _LISTED = "_adapter_list"
-"""End of the name of the low-rank layers that Zamba 2 has in a shared block."""
+"""The end of the names of Zamba 2's low-rank layers in a shared block."""
 _STATE_SPACE = ("A_log", "D")
 """Parameters of a state-space mixer; its input projection alone is called as a layer."""
 _CALLED = "in_proj"
 
 
 def linear_layers(model: PreTrainedModel) -> set[str]:
-    """All but the head and what only the architecture requires."""
+    """All linear layers except the head and placeholders that only the architecture requires."""
     head, excluded = model.get_output_embeddings(), placeholder_experts(model)
     return {
         name
@@ -52,7 +52,8 @@ def unadaptable(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _is_taken(model: PreTrainedModel, last: str) -> bool:
-    """Whether peft would adapt experts in place of layers with this name, as checkpoints of transformers 4 meant it."""
+    """Whether peft would adapt experts instead of layers with this name, because checkpoints of transformers 4 used it
+    so."""
     config = peft.LoraConfig(target_modules=[last])
     try:
         convert_peft_config_for_transformers(config, model, None)
@@ -62,7 +63,7 @@ def _is_taken(model: PreTrainedModel, last: str) -> bool:
 
 
 def refuse_unadaptable(model: PreTrainedModel, targets: Layers) -> None:
-    """Where targets name such layers."""
+    """Raises if targets name layers that cannot carry an adapter."""
     if targets == "all-linear":
         return
     found = unadaptable(model)

@@ -1,6 +1,7 @@
-"""Trained copies of one dense model -> a mixture of experts that plain transformers loads, or their average.
+"""Turns trained copies of one dense model into a mixture of experts that plain transformers loads, or into their
+average.
 
-Experts may differ from the base in their MLPs alone. Every tensor of the base is mapped or the build fails, and files
+Experts may differ from the base only in their MLPs. Every tensor of the base is mapped or the build fails, and files
 are written layer by layer, so memory holds one layer of the experts and no model. The config is written last: a folder
 that a kill left half written is not a model.
 """
@@ -35,12 +36,12 @@ _TOKENS = 16
 _WINDOW = 6
 """Replaces the sliding window of layers that have one, so that a few tokens suffice to test them."""
 _TOLERANCE = 1e-4
-"""Of the largest logit: fp32 rounding under another order of products."""
+"""A share of the largest logit, for fp32 rounding under another order of products."""
 _SHUT = -1e4
-"""Of a shared expert's gate, before its sigmoid."""
+"""The value of a shared expert's gate before its sigmoid, so that it is closed."""
 
 EXPERT_NAMES = "expert_names"
-"""A key of ours in the mixture's config; transformers keeps it, in checkpoints too."""
+"""finefit's own key in the mixture's config; transformers keeps it, in checkpoints too."""
 
 Router = Callable[[int], Tensor]
 """The router's weight in a layer, experts x hidden."""
@@ -58,11 +59,11 @@ class MoeFamily:
     architecture: str
     router: str
     expert: str
-    """Name of an expert's tensor, with {at} and {part} in braces."""
+    """The name of an expert's tensor, with {at} and {part} in braces."""
     parts: Mapping[str, str]
     """Names of the parts of an MLP."""
     num_experts: str
-    """The config's key."""
+    """The config key for the number of experts."""
     has_shared: bool = False
     dropped: tuple[str, ...] = ()
     """Keys of the dense config that must be off, since the mixture has no place for them."""
@@ -92,16 +93,17 @@ MOE_FAMILIES: dict[str, MoeFamily] = {"llama": _MIXTRAL, "mistral": _MIXTRAL, "q
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltMoe:
     experts: tuple[str, ...]
-    """Those that became one, in their order."""
+    """The experts of the result, in order."""
     collapsed: dict[str, str]
-    """Copies of another expert, and of which."""
+    """Experts that are copies of another one, and of which."""
     parameters: int
     dtype: str
     """Torch's name of the dtype of all weights, wide enough for every expert."""
 
 
 def moe_config(dense: Mapping[str, Any], *, num_experts: int, top_k: int, shared: Shared = "none") -> dict[str, Any]:
-    """The mixture's config.json, from that of its base; a stage that trains it is planned before it exists."""
+    """The mixture's config.json, made from that of its base; a stage that trains the mixture is planned before it
+    exists."""
     family, dense = _family(dense), with_defaults(dense)
     if shared == "base" and not family.has_shared:
         problem = f"{family.model_type} has no shared expert"
@@ -161,7 +163,7 @@ def build_moe(
     start: MakeRouter | None = None,
     seed: int = 0,
 ) -> BuiltMoe:
-    """Fills the empty folder `out`. The routers are what `start` makes once the experts are known to fit; by default
+    """Fills the empty folder `out`. `start` makes the routers once the experts are known to fit; by default they are
     small random numbers."""
     dense = read_config(base)
     moe_config(dense, num_experts=len(experts), top_k=top_k, shared=shared)  # fails before anything is read
@@ -189,7 +191,8 @@ def _random_router(num_experts: int, dense: Mapping[str, Any], seed: int, layer:
 
 
 def average_experts(base: Path, experts: Mapping[str, Path], out: Path, *, copies: Copies = "refuse") -> BuiltMoe:
-    """A dense model of the base's size whose MLPs are the mean of the experts'; read back and compared with them."""
+    """A dense model of the base's size whose MLPs are the mean of the experts'; it is read back and compared with
+    them."""
     why = "the mean would be biased towards what they have learnt"
     source, chosen, collapsed = _opened(base, experts, copies, why)
 
@@ -208,7 +211,7 @@ def average_experts(base: Path, experts: Mapping[str, Path], out: Path, *, copie
 def _opened(
     base: Path, experts: Mapping[str, Path], copies: Copies, why: str
 ) -> tuple[DenseWeights, dict[str, DenseWeights], dict[str, str]]:
-    """The base, the experts that are not copies of one another, and the copies. `why`: a copy is a problem."""
+    """The base, the experts that are not copies of one another, and the copies. `why` says why a copy is a problem."""
     config = read_config(base)
     for name, folder in experts.items():
         require_same_config(name, config, read_config(folder))
@@ -234,7 +237,8 @@ def _opened(
 
 
 def _require_same_tensors(expert: str, weights: DenseWeights, base: DenseWeights) -> None:
-    """An expert has the base's tensors, in their shapes, and outside of its MLPs their values, rounded to its dtype."""
+    """Requires an expert to have the base's tensors in the same shapes and, outside its MLPs, the same values rounded
+    to its dtype."""
     remedy = "train it from this base"
     if odd := sorted(weights.names ^ base.names):
         problem = f"expert {expert} and the base do not have the same tensors: {', '.join(odd[:3])}"
@@ -246,19 +250,21 @@ def _require_same_tensors(expert: str, weights: DenseWeights, base: DenseWeights
     for name in sorted(base.names):
         if not _MLP.fullmatch(name) and not _is_rounded(weights[name], base[name]):
             raise ModelError(
-                f"expert {expert} has changed {name}, which is not an MLP: a mixture has one of it, and would lose the "
-                "change",
+                f"expert {expert} has changed {name}, which is not an MLP: a mixture has only one of it and would "
+                "lose the change",
                 "train experts with tuning: {kind: subset, trainable: [layers.*.mlp]}",
             )
 
 
 def _is_rounded(found: Tensor, exact: Tensor) -> bool:
-    """Equal up to the dtype of the first: an adapter may be merged into fewer bits than its base has."""
+    """Whether two tensors are equal up to the first one's dtype: an adapter may be merged at a lower precision than its
+    base has."""
     return torch.equal(found, exact.to(found.dtype))
 
 
 def _require_mean(found: DenseWeights, base: DenseWeights, experts: Sequence[DenseWeights]) -> None:
-    """Every value is the mean of the experts' up to the last rounding; outside of the MLPs it is the base's."""
+    """Requires every value to be the mean of the experts' up to the last rounding, and outside the MLPs to be the
+    base's."""
     for name in sorted(base.names):
         of = experts if _MLP.fullmatch(name) else (base,)
         value = found[name]
@@ -271,7 +277,7 @@ def _require_mean(found: DenseWeights, base: DenseWeights, experts: Sequence[Den
 
 
 def _widest(several: Sequence[DenseWeights]) -> torch.dtype:
-    """Training keeps trained weights in fp32 over a base in half precision."""
+    """The widest dtype among them. Training keeps trained weights in fp32 over a base in half precision."""
     found = {dtype for weights in several for dtype in weights.dtypes()}
     return found.pop() if len(found) == 1 else torch.float32
 
@@ -316,7 +322,7 @@ def _mixture_layers(
 
 
 def _by_layer(names: set[str]) -> list[list[str]]:
-    """What lies outside of the layers first, then layer by layer."""
+    """Tensors outside the layers first, then layer by layer."""
     groups: dict[int, list[str]] = {}
     for name in sorted(names):
         match = _LAYER.match(name)
@@ -325,12 +331,12 @@ def _by_layer(names: set[str]) -> list[list[str]]:
 
 
 def unknown_mlp_tensor(names: Iterable[str]) -> str | None:
-    """The first tensor of a dense model that lies in an MLP and is not one of the parts that experts may differ in."""
+    """The first tensor of a dense model that is in an MLP but is not one of the parts in which experts may differ."""
     return min((name for name in names if ".mlp." in name and not _MLP.fullmatch(name)), default=None)
 
 
 def _write(out: Path, config: Mapping[str, Any], layers: Iterator[dict[str, Tensor]], dtype: torch.dtype) -> int:
-    """One file for each layer, an index, the config. Returns the number of parameters."""
+    """Writes one file for each layer, an index and the config. Returns the number of parameters."""
     place: dict[str, str] = {}
     sizes = num_bytes = 0
     for at, found in enumerate(layers):
@@ -352,9 +358,9 @@ def _write(out: Path, config: Mapping[str, Any], layers: Iterator[dict[str, Tens
 
 
 def prove_experts(moe: Path, experts: Mapping[str, Path], *, shared: Path | None = None) -> dict[str, float]:
-    """The largest difference of logits by expert, on a few tokens, in fp32 on the CPU: with every token sent to one
-    expert a mixture must answer as that expert does, and with its shared expert alone as the base. `shared`: the base,
-    where its own MLP is the shared expert and the experts' down_proj are halved."""
+    """The largest difference of logits by expert, on a few tokens, in fp32 on the CPU. With every token routed to one
+    expert, a mixture must answer as that expert does; with its shared expert alone, as the base. `shared` is the base
+    if its own MLP is the shared expert and the experts' down_proj are halved."""
     mixture = load_base(moe, device="cpu", dtype=torch.float32).eval()
     vocabulary = mixture.get_input_embeddings().weight.shape[0]
     tokens = torch.randint(0, vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
@@ -400,7 +406,8 @@ def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 @contextmanager
 def _narrowed(model: PreTrainedModel, window: int | None) -> Iterator[None]:
-    """Sets the model's sliding window to `_WINDOW` if it is `window` now; any other stays, and makes a difference."""
+    """Sets the model's sliding window to `_WINDOW` if it is `window` now. Any other value stays and shows as a
+    difference."""
     config: Any = model.config
     if not window or getattr(config, "sliding_window", None) != window:
         yield

@@ -21,7 +21,7 @@ _IRRELEVANT = frozenset(
         "rope_parameters.type",  # rope_parameters.rope_type repeats it
     }
 )
-"""Keys that a config class declares and a model's answers do not depend on."""
+"""Keys that a config class declares but that do not affect a model's answers."""
 _HEAD = "lm_head.weight"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NO_TOKENIZER = ("config.json", "generation_config.json", "chat_template.jinja")
@@ -29,12 +29,12 @@ _PROBES = (
     *("", " Hello,  world!\n\n\tDon't   stop", "12/31/2024: 4512 x 0.5"),
     *("café cafe\u0301 Ångström ﬁ", "北京 Привет 🙂\u200d", "<s>a</s> b"),
 )
-"""For tokenizers that cannot be serialised whole."""
+"""Texts that compare tokenizers which cannot be serialised whole."""
 
 
 def config_diff(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """By key, dotted where it is nested, the values of two config.json that differ and decide a model's answers,
-    whatever each of them leaves to the defaults of its class."""
+    """The values that differ between two config.json files and decide a model's answers, by key (dotted if nested),
+    with each class's defaults filled in."""
     if base.get("model_type") != other.get("model_type"):
         return {"model_type": (base.get("model_type"), other.get("model_type"))}
     one, two = _deciding_keys(base), _deciding_keys(other)
@@ -50,7 +50,8 @@ def require_same_config(expert: str, base: Mapping[str, Any], other: Mapping[str
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """With the defaults of its class, if transformers knows the model type; without what every model has by default."""
+    """The config with the defaults of its class, if transformers knows the model type, and without what every model has
+    by default."""
     kind = config.get("model_type")
     if kind not in CONFIG_MAPPING:
         return dict(config)
@@ -65,7 +66,7 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deciding_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys that the class does not declare are not read."""
+    """Leaves out keys that the class does not declare, because they are not read."""
     kind, found = config.get("model_type"), with_defaults(config)
     if kind in CONFIG_MAPPING:
         declared = AutoConfig.for_model(kind).to_dict().keys() - PreTrainedConfig().to_dict().keys()
@@ -85,7 +86,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 class DenseWeights:
     """The tensors of a dense model's folder, read one at a time. A head that the config ties to the embeddings does not
-    count as its own, whether it is stored or not; nor does what every model computes for itself."""
+    count, whether it is stored or not; nor do tensors that every model computes for itself."""
 
     def __init__(self, folder: Path) -> None:
         self._file_of: dict[str, Any] = {}
@@ -116,9 +117,9 @@ class DenseWeights:
 
 
 def keep_tokenizer(source: Path, folder: Path) -> None:
-    """`folder` has the texts of `source` beside a config of its own, by whose model type transformers chooses the class
-    of the tokenizer, and with it its normalisation. The texts stay if they open as the same tokenizer there; else the
-    one opened from `source` is saved over them."""
+    """Gives `folder` the text files of `source`, beside a config of its own. transformers chooses the class of the
+    tokenizer, and with it its normalisation, by the model type in that config. The files stay if they open as the same
+    tokenizer there; else the tokenizer that opens from `source` is saved over them."""
     if _has_tokenizer(source):
         wanted = _opened(source)
         if _difference(wanted, folder):

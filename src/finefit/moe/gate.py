@@ -1,7 +1,7 @@
 """A linear choice among experts by the mean of a prompt's input embeddings.
 
-The score of a mean is the mean of scores, so such a gate is a table of one score per token and expert: it depends on
-the tokens of a prompt, not on their order, nor on the hidden states that a mixture's router sees. Of the model only the
+The score of a mean is the mean of scores, so such a gate is a table of one score per token and expert. It depends on
+the tokens of a prompt, but not on their order, nor on the hidden states that a mixture's router sees. Only the model's
 embeddings are read, some rows at a time.
 """
 
@@ -18,24 +18,25 @@ from torch import Tensor
 
 from finefit.artifacts.records import SequenceGate, read_record
 from finefit.errors import ModelError
-from finefit.facts.files import find_weight_files
+from finefit.facts.files import find_weight_files, read_weight_file
 
 GATE_RECORD = "gate.json"
 GATE_TABLE = "gate.safetensors"
 GATE_SCORES = "scores"
-"""Of the table's tensors the one that choosing needs: tokens x experts."""
+"""The tensor of the table that choosing needs: tokens x experts."""
 # Shapes: N prompts, V tokens of the vocabulary, D width of an embedding, K experts.
 _NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
 _ROWS = 8192
-"""Of the embeddings, read at a time."""
+"""Rows of the embeddings read at a time."""
 _PROMPTS = 32
-"""Per step."""
+"""Prompts per step."""
 _DECAY = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptGate:
-    """Scores are weight_KD times the distance of a mean from the centre of all prompts, in units of their spread."""
+    """Scores are weight_KD times the distance of a mean from the centre of all prompts, in units of the prompts'
+    spread."""
 
     weight_KD: Tensor
     centre_D: Tensor
@@ -60,7 +61,8 @@ def mean_embeddings(folder: Path, prompts: Sequence[Sequence[int]]) -> Tensor:
 
 
 def fit_gate(means_ND: Tensor, labels_N: Tensor, *, num_experts: int, epochs: int, lr: float, seed: int) -> PromptGate:
-    """Experts weigh equally, whatever their number of prompts: in the loss, and, without a bias, in the centre."""
+    """Experts weigh equally, whatever their number of prompts: in the loss and, since there is no bias, in the
+    centre."""
     weights_K = len(labels_N) / (num_experts * torch.bincount(labels_N, minlength=num_experts).float())
     weights_N1 = weights_K[labels_N][:, None]
     centre_D = (weights_N1 * means_ND).mean(0)
@@ -92,7 +94,7 @@ def _parts(table: Any) -> Iterator[tuple[int, Tensor]]:
 
 @contextmanager
 def _embeddings(folder: Path) -> Iterator[Any]:
-    """A slice of the file: nothing is read yet."""
+    """A slice of the file; nothing is read yet."""
     for file in find_weight_files(folder):
         with safe_open(folder / file, framework="pt") as opened:
             found = [name for name in opened.keys() if name.endswith(_NAMES)]  # noqa: SIM118  (not a mapping)
@@ -115,11 +117,12 @@ def _require_known(tokens: Tensor, size: int) -> None:
 
 
 def choose_experts(folder: Path, tokens: Sequence[Sequence[int]]) -> list[str]:
-    """The name of an expert for each prompt, given as token ids. Of equal scores the first expert has it."""
+    """The name of an expert for each prompt, given as token ids. If scores are equal, the first expert is chosen."""
     experts = read_record(folder / GATE_RECORD, SequenceGate).experts
     try:
+        read_weight_file(folder / GATE_TABLE)  # a file, and as large as its header says
         scores_VK = load_file(folder / GATE_TABLE)[GATE_SCORES]
-    except (FileNotFoundError, SafetensorError, KeyError) as error:
+    except (OSError, ModelError, SafetensorError, KeyError) as error:
         problem = f"{folder / GATE_TABLE} holds no gate: {error}"
         raise ModelError(problem, "make it again: finefit run SPEC --force STAGE") from None
     return experts_chosen(scores_VK, experts, tokens)

@@ -1,9 +1,11 @@
-"""The routers of a mixture: the initial weights of untrained ones, and which experts the tokens of each data set go to.
+"""The routers of a mixture: their initial weights before training, and the experts to which the tokens of each data set
+are routed.
 
-A token first goes to the expert whose rows it resembles, by the hidden states of the base model. In every layer,
-Fisher's rule with a variance for each hidden value: the distance of a token from the mean of each expert's tokens. What
-all tokens have in common, by far the largest part of a hidden state, favours no expert: it only carries the constant
-that a router without a bias lacks. H hidden values, E experts, N tokens, K experts that answer each, L layers.
+A token is first routed to the expert whose rows it resembles, by the hidden states of the base model. In every layer
+this is Fisher's rule with a variance for each hidden value: the distance of a token from the mean of each expert's
+tokens. What all tokens have in common, by far the largest part of a hidden state, favours no expert: it only carries
+the constant that a router without a bias lacks. H hidden values, E experts, N tokens, K experts that answer each, L
+layers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,30 +25,30 @@ from finefit.moe.build import EXPERT_NAMES
 
 Row = tuple[int, ...]
 _TOKENS = 1024
-"""Of rows in one pass: the hidden states of all layers are in memory at once."""
+"""Tokens of rows in one pass, because the hidden states of all layers are in memory at once."""
 _HELD_OUT = 4
-"""One row in so many is held out, to measure the router."""
+"""One row in this many is held out, to measure the router."""
 _MARGIN = 2.0
-"""Between the logits of the first and the second choice at the median: 0.88 against 0.12 for two experts. Decided, and
-still with a gradient."""
+"""The median difference between the logits of the first and the second choice: 0.88 against 0.12 for two experts.
+Choices are clear and still have a gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Centroids:
     routers_EH: tuple[Tensor, ...]
-    """By layer, in fp32."""
+    """The routers of each layer, in fp32."""
     own: dict[str, tuple[float, ...]]
-    """By layer, the share of each expert's held-out tokens whose first choice it is."""
+    """The share of each expert's held-out tokens whose first choice it is, for each layer."""
     tokens: dict[str, int]
-    """Of each expert, in its mean."""
+    """The number of tokens in each expert's mean."""
     held: dict[str, tuple[Row, ...]]
-    """The held-out rows."""
+    """The number of held-out rows."""
     skipped: int
-    """Tokens at the start of every row that were left out: the template's own words say nothing of an expert."""
+    """Tokens at the start of every row that were left out: a template's own words say nothing about an expert."""
 
 
 def fit_centroids(model: nn.Module, rows: Mapping[str, Sequence[Row]]) -> Centroids:
-    """`rows`: token ids, by expert. They pass the dense model twice: for the means, and for the router's choices."""
+    """`rows` are token ids by expert. They pass the dense model twice: for the means, and for the router's choices."""
     fitted, held = divided(rows)
     skipped = num_shared([row for several in rows.values() for row in several])
     look = partial(_hidden_states, model, skipped=skipped)
@@ -64,8 +66,8 @@ def fit_centroids(model: nn.Module, rows: Mapping[str, Sequence[Row]]) -> Centro
 
 
 def num_shared(rows: Sequence[Row]) -> int:
-    """Tokens that all rows begin with; at least one of the shortest row is left. Where all rows are equal, nothing
-    shows what the template wrote."""
+    """The number of tokens that all rows begin with; at least one token of the shortest row is left. If all rows are
+    equal, nothing shows what the template wrote."""
     if len(set(rows)) < 2:
         return 0
     alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*rows, strict=False))
@@ -73,7 +75,7 @@ def num_shared(rows: Sequence[Row]) -> int:
 
 
 def divided(rows: Mapping[str, Sequence[Row]]) -> tuple[dict[str, tuple[Row, ...]], dict[str, tuple[Row, ...]]]:
-    """The rows to fit and those held out. Equal rows count once, so that none is in both."""
+    """The rows to fit and the held-out ones. Equal rows count once, so that none is in both."""
     fitted, held = {}, {}
     for name, several in rows.items():
         once = tuple(dict.fromkeys(several))
@@ -88,7 +90,8 @@ def divided(rows: Mapping[str, Sequence[Row]]) -> tuple[dict[str, tuple[Row, ...
 
 
 def _require_different(rows: Mapping[str, Sequence[Row]]) -> None:
-    """Means of the same rows do not differ: the router would be zero, or rounding noise."""
+    """Refuses experts whose rows are the same, because their means do not differ: the router would be zero or rounding
+    noise."""
     for one, other in combinations(rows, 2):
         if set(rows[one]) == set(rows[other]):
             problem = f"{one} and {other} have the same rows, so a router cannot tell one expert from the other by them"
@@ -96,7 +99,7 @@ def _require_different(rows: Mapping[str, Sequence[Row]]) -> None:
 
 
 class _Moments(NamedTuple):
-    """In fp64."""
+    """Sums in fp64."""
 
     tokens: int
     sum_H: Tensor
@@ -104,7 +107,7 @@ class _Moments(NamedTuple):
 
 
 def _moments(states: Iterator[list[Tensor]]) -> list[_Moments]:
-    """By layer."""
+    """The moments of each layer."""
     found: list[_Moments] = []
     for layers in states:
         new = [_Moments(len(h), h.double().sum(0), h.double().square().sum(0)) for h in layers]
@@ -129,7 +132,7 @@ def _fisher(experts: Sequence[_Moments]) -> Tensor:
 
 
 def _scales(raw: Sequence[Tensor], fitted: Sequence[Iterator[list[Tensor]]]) -> list[float]:
-    """Make a layer's choices decided and not final."""
+    """Scale factors that give each layer the target median margin."""
     margins: list[list[Tensor]] = [[] for _ in raw]
     for states in fitted:
         for layers in states:
@@ -152,7 +155,8 @@ def _own_shares(routers: Sequence[Tensor], states: Iterator[list[Tensor]], own: 
 
 
 def _hidden_states(model: nn.Module, rows: Sequence[Row], *, skipped: int) -> Iterator[list[Tensor]]:
-    """The input of every layer's MLP for some rows at a time, tokens x hidden, without `skipped` tokens of each row."""
+    """The input of every layer's MLP for a batch of rows, tokens x hidden, without the first `skipped` tokens of each
+    row."""
     device, states = next(model.parameters()).device, list[Tensor]()
 
     def note(_: nn.Module, inputs: tuple[Any, ...], __: Any) -> None:
@@ -169,7 +173,7 @@ def _hidden_states(model: nn.Module, rows: Sequence[Row], *, skipped: int) -> It
 
 
 def _together(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Groups of rows within a number of tokens, padding included."""
+    """Groups of rows up to a number of tokens, padding included."""
     several: list[Row] = []
     for row in rows:
         if several and (len(several) + 1) * max(map(len, (*several, row))) > _TOKENS:
@@ -188,8 +192,8 @@ def _mlps(model: nn.Module) -> list[nn.Module]:
 
 
 def measure_routing(model: nn.Module, rows: Mapping[str, Sequence[Sequence[int]]], *, skipped: int = 0) -> Routing:
-    """`rows`: token ids by data set. `skipped`: tokens at the start of every row that are not counted. The model runs
-    row by row and is not changed."""
+    """`rows` are token ids by data set. The first `skipped` tokens of every row are not counted. The model runs row by
+    row and is not changed."""
     routers = list(routers_of(model).values())
     num_experts = int(routers[0].num_experts)  # type: ignore[arg-type]
     names = tuple(getattr(model.config, EXPERT_NAMES, None) or map(str, range(num_experts)))
@@ -218,13 +222,14 @@ def _shares(counts_LE: Tensor) -> tuple[tuple[float, ...], ...]:
 
 
 def own_share(found: Routing) -> dict[str, tuple[float, ...]]:
-    """For data sets with the name of an expert: how often that expert is the first choice, by layer."""
+    """For each data set named like an expert, how often that expert is the first choice, by layer."""
     at = {name: found.experts.index(name) for name in found.sources if name in found.experts}
     return {name: tuple(layer[column] for layer in found.sources[name].first) for name, column in at.items()}
 
 
 def routing_map(found: Routing) -> str:
-    """An SVG: a block for each data set, a row for each layer, a column for each expert; a darker cell weighs more."""
+    """An SVG with a block for each data set, a row for each layer and a column for each expert; a darker cell has more
+    weight."""
     cell, wide, margin, top = 16, 32, 48, 56
     pitch = max(len(found.experts) * wide, 96) + 24
     layers = max(len(source.weight) for source in found.sources.values())

@@ -1,1 +1,1 @@
-"""Wrong answers for preference pairs: a row's answer against the same answer with one thing in it made false."""
+"""Wrong answers for preference pairs: a row's answer, and the same answer with one thing in it made false."""

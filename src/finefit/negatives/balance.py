@@ -1,8 +1,9 @@
-"""Pairs whose sides cannot be told apart by length or words alone: options are chosen so, and the result is audited.
+"""Pairs whose sides cannot be told apart by length or words alone: options are chosen to that end, and the result is
+audited.
 
-The audit asks each classifier two ways: which side of a pair is the wrong one (`within`), and whether a side by itself
-is wrong (`across`). Words are weighed by naive Bayes on four fifths of the rows and tested on the last fifth; both
-sides of a row's pairs are in one fifth.
+The audit asks each classifier two questions: which side of a pair is wrong (`within`), and whether a side by itself is
+wrong (`across`). Words are weighed by naive Bayes on four fifths of the rows and tested on the last fifth; both sides
+of a row's pairs are in the same fifth.
 """
 
 import math
@@ -26,26 +27,26 @@ LENGTH_LIMIT, WORDS_LIMIT = 0.6, 0.8
 _SIDES = ("rejected", "chosen")
 _FOLDS = 5
 _FEWEST = 30
-"""With fewer pairs a guess is often right by chance."""
+"""With fewer pairs, a guess is often right by chance."""
 _SMOOTHING = 0.5
 _MAX_SWEEPS = 8
 _SHARED = 3
-"""Rows whose options have a word, before it matters on which side the word is."""
+"""The number of rows whose options must contain a word before its side matters."""
 _LENGTH, _WORD, _RULE = 2.0, 1.0, 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sides:
     row: str
-    """Equal for pairs that must not be separated."""
+    """The same key for pairs that must not be separated."""
     chosen: str
     rejected: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auc:
-    """0.5 is a guess, 1 is certainty. Words may come out below 0.5: then what was learnt from some rows misleads about
-    others. That is usual here: a term that is put into other answers was taken from the few that have it."""
+    """0.5 is a guess, 1 is certainty. Words may score below 0.5, if what was learnt from some rows misleads about
+    others. That is common here: a term that is put into other answers was taken from the few that have it."""
 
     within: float
     across: float
@@ -57,7 +58,7 @@ class Auc:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthBucket:
-    """Pairs whose sides differ in length by more than half of `up_to` and at most by it."""
+    """Pairs whose lengths differ by more than half of `up_to` and at most by `up_to`."""
 
     up_to: int
     longer: int
@@ -68,10 +69,10 @@ class LengthBucket:
 class PairAudit:
     pairs: int
     length: Mapping[str, Auc]
-    """By measure."""
+    """Keyed by measure."""
     words: Auc
     sizes: tuple[LengthBucket, ...]
-    """By the first measure, without pairs of equal length."""
+    """Buckets of the first measure, without pairs of equal length."""
     warnings: tuple[str, ...]
 
 
@@ -104,7 +105,7 @@ def audit(sides: Sequence[Sides], measures: Mapping[str, Measure]) -> PairAudit 
 
 
 def bucket_of(difference: int) -> int:
-    """The power of two that it reaches."""
+    """The smallest power of two that is at least the difference."""
     return 1 << (abs(difference) - 1).bit_length()
 
 
@@ -125,7 +126,7 @@ def _warnings(num_pairs: int, length: Mapping[str, Auc], words: Auc) -> Iterator
 
 
 def _scored(bags: Sequence[tuple[Counter[str], Counter[str]]], folds: NDArray[np.int64]) -> tuple[Scores, Scores]:
-    """How wrong each side looks by what was learnt from the other folds."""
+    """How wrong each side looks, judged by what was learnt from the other folds."""
     scores = np.zeros((2, len(bags)))
     for fold in np.unique(folds):
         wrong, right = Counter[str](), Counter[str]()
@@ -144,12 +145,12 @@ def _scored(bags: Sequence[tuple[Counter[str], Counter[str]]], folds: NDArray[np
 
 
 def _within(rejected: Scores, chosen: Scores) -> float:
-    """The share of pairs whose wrong side scores higher, ties half."""
+    """The share of pairs whose wrong side scores higher; ties count half."""
     return float(np.mean((rejected > chosen) + 0.5 * (rejected == chosen)))
 
 
 def _area(above: Scores, below: Scores) -> float:
-    """The share of all couples in which the first is greater, ties half: the area under the ROC curve."""
+    """The share of all combinations in which the first is greater, ties counting half: the area under the ROC curve."""
     ordered = np.sort(below)
     smaller, up_to = (np.searchsorted(ordered, above, side).sum() for side in ("left", "right"))
     return float((smaller + up_to) / 2 / (len(above) * len(below)))
@@ -162,7 +163,7 @@ def fold_of(row: str) -> int:
 def balance(
     choices: Sequence[Sequence[Counts]], *, targets: Counts, weights: Counts, chance: random.Random
 ) -> list[int]:
-    """The index of the option taken in each choice, for the least sum of squared distances of the counts from their
+    """The index of the option taken in each choice, for the smallest sum of squared distances of the counts from their
     targets: choices are revised one by one until none changes. The default target is 0; a count without a weight is
     ignored."""
     choices = [
@@ -204,11 +205,12 @@ def take_evenly(
     lengths: Mapping[str, Measure],
     seed: int,
 ) -> dict[str, list[Falsified]]:
-    """By the key of a row; up to `per_row` changes each, by different rules. The order of rows does not matter.
+    """The changes that are taken, by the key of a row: up to `per_row` each, by different rules. The order of rows does
+    not matter.
 
-    No length and no word shall be more often on one side than on the other. Words are made as even as a fair coin would
-    leave them, not more: if they were exactly even, the rows that a classifier has not seen would have what the others
-    lack, and it would be wrong more often than a guess."""
+    No length and no word should be more common on one side than on the other. Words are made as even as a fair coin
+    would leave them, and no more: if they were exactly even, the rows that a classifier has not seen would have what
+    the others lack, and it would be wrong more often than a guess."""
     left = {
         key: [(change, _counts(change, lengths)) for change in options[key]] for key in sorted(options) if options[key]
     }
@@ -239,7 +241,7 @@ def length_counts(answer: str, text: str, lengths: Mapping[str, Measure]) -> Cou
 
 
 def _counts(change: Falsified, lengths: Mapping[str, Measure]) -> Counts:
-    """Its rule, its length, and the words that it adds and removes."""
+    """The counts of a change: its rule, its length, and the words that it adds and removes."""
     added = Counter(words_of(change.after))
     added.subtract(words_of(change.before))
     words: dict[Hashable, float] = {("word", word): float(count) for word, count in added.items() if count}
@@ -247,7 +249,7 @@ def _counts(change: Falsified, lengths: Mapping[str, Measure]) -> Counts:
 
 
 def _wanted(choices: Sequence[Sequence[Counts]], shares: Mapping[RuleName, float], chance: random.Random) -> Counts:
-    """Rules in their shares, lengths even, words as even as by a fair coin."""
+    """The targets: rules in their shares, lengths even, words as even as a fair coin leaves them."""
     spread: defaultdict[Hashable, float] = defaultdict(float)
     for options in choices:
         for option in options:

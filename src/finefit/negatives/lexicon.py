@@ -1,4 +1,5 @@
-"""What the rules know: word lists (ours or a user's file), and the sentences and terms of a text and of all rows."""
+"""The knowledge behind the rules: word lists (ours or a user's file), and the sentences and terms of one text and of
+all rows."""
 
 import re
 from collections import Counter, defaultdict
@@ -9,12 +10,14 @@ from importlib.resources import files
 from pathlib import Path
 
 from pydantic import ConfigDict, Field, ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
+from finefit import bounded
 from finefit.data.fingerprint import normalise
 from finefit.errors import DataError
 from finefit.spec import Part
+from finefit.spec.reader import Reader
+
+MAX_WORDS_BYTES = 1 << 20
 
 
 class _LexiconPart(Part):
@@ -51,7 +54,8 @@ class Numbers(_LexiconPart):
 
 
 class Words(_LexiconPart):
-    """words.yaml explains each list. Compared and hashed by identity, so that what is derived from it can be cached."""
+    """words.yaml explains each list. Instances compare and hash by identity, so that what is derived from them can be
+    cached."""
 
     kinds: Mapping[str, KindOfTerm] = Field(default_factory=dict)
     no_terms: tuple[str, ...] = ()
@@ -72,7 +76,7 @@ def shipped_words() -> Words:
 
 def read_words(path: Path) -> Words:
     try:
-        text = path.read_text("utf-8")
+        text = bounded.read_text(path, MAX_WORDS_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         remedy = "name a YAML file in UTF-8, or leave it out for the shipped lists"
         raise DataError(f"the word lists {path} cannot be read: {error}", remedy) from None
@@ -81,13 +85,15 @@ def read_words(path: Path) -> Words:
 
 def _parse(text: str, name: str) -> Words:
     remedy = "fix it; the shipped words.yaml shows the form"
+    reader = Reader(text, lambda line: (line, f"{name}:{line}"))
+    values = reader.read()
+    if reader.problems:
+        raise DataError(f"{name} is not YAML: {'; '.join(map(str, reader.problems))}", remedy)
     try:
-        return Words.model_validate(YAML(typ="safe", pure=True).load(text))
-    except YAMLError as error:
-        raise DataError(f"{name} is not YAML: {' '.join(str(error).split())}", remedy) from None
+        return Words.model_validate(values)
     except ValidationError as error:
         faults = (f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}" for fault in error.errors())
-        raise DataError(f"{name} holds other than lists of words: {'; '.join(faults)}", remedy) from None
+        raise DataError(f"{name} contains entries other than lists of words: {'; '.join(faults)}", remedy) from None
 
 
 _WORD = re.compile(r"[^\W_]+(?:['’.,/-][^\W_]+)*%?")
@@ -97,7 +103,7 @@ _LAST_WORD = re.compile(r"[\w.]+$")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A sentence, or a term of some kind."""
+    """A sentence, or a term of one kind."""
 
     start: int
     text: str
@@ -109,13 +115,13 @@ class Span:
 
 
 def words_of(text: str) -> list[str]:
-    """In lower case; numbers with their decimals and percent signs."""
+    """Words in lower case; numbers keep their decimals and percent signs."""
     return [word.lower() for word in _WORD.findall(text)]
 
 
 @lru_cache(maxsize=64)
 def sentences_of(text: str, words: Words) -> tuple[Span, ...]:
-    """Found by full stops and capitals alone; in order, without the white space between them."""
+    """Sentences, found by full stops and capitals alone; in order, without the white space between them."""
     starts, ends = [0], list[int]()
     for found in _BOUNDARY.finditer(text):
         stop = found["stop"] or ""
@@ -141,8 +147,8 @@ _SPELT_WITH_A_VOWEL = frozenset("AEFHILMNORSX")
 
 @lru_cache(maxsize=4096)  # also of the sentences that are drawn again and again
 def terms_of(text: str, words: Words) -> tuple[Span, ...]:
-    """Words of the lists, words with the ending of a kind, acronyms and names; terms of a kind can replace each other.
-    In order and without overlap; of overlapping ones the first, and of those the longest."""
+    """Words of the lists, words with the ending of a kind, acronyms and names; terms of one kind can replace each
+    other. They are in order and do not overlap: the first term wins and, of those that start together, the longest."""
     kept, terms = list[Span](), list[Span]()
     pattern, kinds = _pattern(words)
     for found in pattern.finditer(text):
@@ -177,7 +183,7 @@ def sounds_like_a_vowel(word: str) -> bool:
 
 
 def cased_like(word: str, model: str) -> str:
-    """With a capital where `model` is a plain word with one."""
+    """The word with a capital if `model` is a plain word with one."""
     return word[:1].upper() + word[1:] if model[:1].isupper() and model[1:].islower() else word
 
 
@@ -194,19 +200,19 @@ def _pattern(words: Words) -> tuple[re.Pattern[str], dict[str, str]]:
 
 
 def _groups(words: Words) -> list[tuple[str, str]]:
-    """Kinds with endings, and the names of their groups in the pattern."""
+    """The kinds that have endings, and the names of their groups in the pattern."""
     return [(kind, f"kind{at}") for at, (kind, known) in enumerate(words.kinds.items()) if known.endings]
 
 
 _CONTENT_LETTERS = 5
 """Shorter words say little about a text's subject."""
 _SHORTEST, _LONGEST = 5, 45
-"""Words of a sentence that another answer can use."""
+"""The number of words in a sentence that may be put into another answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowText:
-    """Everything that a row says, its answer included: none of it is false for this row."""
+    """Everything that a row says, its answer included; none of it is false for this row."""
 
     text: str
     words: frozenset[str]
@@ -217,7 +223,7 @@ class RowText:
         return RowText(f" {' '.join(words)} ", frozenset(words))
 
     def holds(self, term: str) -> bool:
-        """Or its singular or plural."""
+        """Whether the text contains the term, or its singular or plural."""
         wanted = " ".join(words_of(term))
         forms = {wanted, f"{wanted}s", wanted.removesuffix("s")}
         return bool(forms & self.words) or any(f" {form} " in self.text for form in forms if " " in form)
@@ -231,13 +237,13 @@ class Sentence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lexicon:
-    """Of all rows, sorted, so that their order does not matter."""
+    """The terms and sentences of all rows, sorted, so that the order of the rows does not matter."""
 
     terms: Mapping[str, tuple[str, ...]]
-    """By kind, each as often as answers have it: drawn terms are as frequent as replaced ones."""
+    """By kind, each as often as it occurs in answers, so that drawn terms are as frequent as replaced ones."""
     sentences: tuple[Sentence, ...]
     right: frozenset[str]
-    """Every answer and reference, normalised: none of them may become a wrong answer."""
+    """Terms by kind, each as often as it occurs in answers, so that drawn terms are as frequent as replaced ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

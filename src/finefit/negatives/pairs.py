@@ -1,5 +1,5 @@
-"""Preference pairs from factual rows: by rules, balanced over all rows and audited; or from sampled answers that a task
-has scored, the best against the worst. Every row is used, or unused with a reason."""
+"""Preference pairs from factual rows, by rules, balanced over all rows and audited; or from sampled answers that a task
+has scored, the best against the worst. Every row is used, or is unused with a reason."""
 
 import json
 import math
@@ -44,7 +44,7 @@ class RuleCount:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RulePairs:
     read: int
-    """Rows; each is either used or among the unused."""
+    """The number of rows; each is either used or unused."""
     used: int
     pairs: tuple[MadePair, ...]
     unused: tuple[UnusedRow, ...]
@@ -60,15 +60,15 @@ def make_pairs(
     shares: Mapping[RuleName, float] = EVEN,
     words: Words | None = None,
 ) -> RulePairs:
-    """At most `per_row` pairs of a row, each by another rule. `shares` are met as nearly as rows and balance allow; 0
-    leaves a rule out."""
+    """At most `per_row` pairs for each row, each by another rule. `shares` are met as nearly as rows and balance allow;
+    a share of 0 leaves a rule out."""
     rules = tuple(rule for rule in ALL_RULES if shares.get(rule, 0) > 0)
     if min(shares.values(), default=-1) < 0 or not rules:
         problem = f"the shares of rules are {dict(shares)}: all are 0, or one is negative"
         raise DataError(problem, "give one rule a share above 0")
     if not 1 <= per_row <= len(rules):
-        problem = f"{per_row} pairs of each row are asked for, and {len(rules)} rules make one each"
-        raise DataError(problem, f"ask for 1 to {len(rules)}")
+        problem = f"{per_row} pairs of each row are requested, but {len(rules)} rules make one each"
+        raise DataError(problem, f"request 1 to {len(rules)}")
     words = words or shipped_words()
     every = list(rows)
     kept, unused = usable_rows(every, _unfit)
@@ -101,7 +101,8 @@ def make_pairs(
 def usable_rows(
     rows: Iterable[Row | BadRow], unfit: Callable[[Row], str | None]
 ) -> tuple[dict[str, Row], list[UnusedRow]]:
-    """Rows that pairs can be made of, by their content; and the others. `unfit`: a further reason against a row."""
+    """The rows that pairs can be made of, by their content, and the unusable ones. `unfit` gives a further reason
+    against a row."""
     kept, unused = dict[str, Row](), list[UnusedRow]()
     for row in rows:
         if isinstance(row, BadRow):
@@ -131,7 +132,7 @@ def _unfit(row: Row) -> str | None:
 
 
 def content_key(row: Row) -> str:
-    """Equal for rows that say the same to a model."""
+    """The same key for rows that say the same to a model."""
     said: list[str] = []
     for message in row.messages:
         said += [message.role, message.content, *([message.reasoning] if message.reasoning else [])]
@@ -143,7 +144,7 @@ def content_key(row: Row) -> str:
 class ScoredAnswer:
     answer: str
     score: float
-    """More is better."""
+    """Higher is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +162,8 @@ class ScoredPairs:
 
 
 def from_scored(scored: Iterable[tuple[Row, Sequence[ScoredAnswer]]], *, seed: int, margin: float = 0.0) -> ScoredPairs:
-    """Of rows with different content; scores differ by more than `margin`. Of equally good answers, lengths decide."""
+    """Pairs of best and worst answers whose scores differ by more than `margin`, one for each row; ties are broken by
+    length balance."""
     options, unused = dict[str, list[ScoredPair]](), list[UnusedRow]()
     for row, samples in scored:
         couples = _couples(row.place, samples, margin)
@@ -184,7 +186,7 @@ def from_scored(scored: Iterable[tuple[Row, Sequence[ScoredAnswer]]], *, seed: i
 def _couples(
     place: str, samples: Sequence[ScoredAnswer], margin: float
 ) -> list[tuple[ScoredAnswer, ScoredAnswer]] | str:
-    """Every best one with every worst one that reads differently, or why there is no pair."""
+    """Every best answer with every worst one that reads differently, or why there is no pair."""
     if any(not math.isfinite(sample.score) for sample in samples):
         problem = f"{place} has an answer whose score is not a finite number, so there is no best one"
         raise DataError(problem, "score every answer; a failed one counts zero")
@@ -202,7 +204,7 @@ def _couples(
 
 
 def pair_record(pair: MadePair | ScoredPair) -> dict[str, Any]:
-    """A line of a file that objective dpo reads."""
+    """One line of a file that objective dpo reads."""
     if isinstance(pair, MadePair):
         change = pair.change
         sides = {"chosen": change.answer, "rejected": change.text}
@@ -220,7 +222,7 @@ def tools_record(row: Row) -> dict[str, Any]:
 
 
 def messages_record(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """With an assistant's reasoning and tool calls, as the reader of conversations expects them."""
+    """Includes an assistant's reasoning and tool calls, as the reader of conversations expects them."""
     records = []
     for message in messages:
         written: dict[str, Any] = {"role": message.role, "content": message.content}

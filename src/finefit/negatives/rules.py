@@ -20,7 +20,7 @@ RuleName = Literal["entity", "number", "negation", "fabrication"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Falsified:
-    """`before`, at character `at` of the answer, became `after`; everything else is unchanged."""
+    """At character `at` of the answer, `before` became `after`; everything else is unchanged."""
 
     answer: str
     rule: RuleName
@@ -34,16 +34,16 @@ class Falsified:
 
 
 Rule = Callable[[str, RuleContext, random.Random], Falsified | None]
-"""Makes one thing in an answer false; None where it finds nothing to change."""
+"""Makes one thing in an answer false; None if it finds nothing to change."""
 
 
 _TERM_DRAWS = 40
 _ENOUGH = 4
-"""With so many terms of a kind in the corpus the lists are not used: their words would all be on one side."""
+"""If the corpus has this many terms of a kind, the lists are not used, because their words would all be on one side."""
 
 
 def swap_entity(answer: str, context: RuleContext, chance: random.Random) -> Falsified | None:
-    """A term of the answer is replaced by another of its kind that the row does not mention."""
+    """Replaces a term of the answer by another of its kind that the row does not mention."""
     terms = lexicon.terms_of(answer, context.words)
     for term in chance.sample(terms, len(terms)):
         for other in _terms_of_kind(term.kind, context, chance):
@@ -54,7 +54,8 @@ def swap_entity(answer: str, context: RuleContext, chance: random.Random) -> Fal
 
 
 def _terms_of_kind(kind: str, context: RuleContext, chance: random.Random) -> Iterator[str]:
-    """First as often as the rows have them, then each once; from the lists too if the rows have few."""
+    """Candidates weighted by frequency, then each once. If the rows have few, the lists are used too, and all
+    candidates come once."""
     ours = context.lexicon.terms.get(kind, ())
     known = sorted(set(ours))
     if len(known) < _ENOUGH and kind in context.words.kinds:
@@ -74,7 +75,7 @@ _TRIES = 60
 _YEARS = range(1900, 2051)
 _LEAST_CHANGE = 0.15
 _FARTHEST = 3.0
-"""Factor, up or down: a number stays plausible."""
+"""The largest factor, up or down, so that a number stays plausible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +84,13 @@ class Number:
     at: int
     least: float
     most: float
-    """A new value stays between these: a share is at most 100, and the ends of a range stay in their order."""
+    """A new value stays within these limits: a share is at most 100, and the ends of a range stay in order."""
     is_year: bool
 
 
 def change_number(answer: str, context: RuleContext, chance: random.Random) -> Falsified | None:
-    """Into one of the same form: decimals, separators, sign, unit and roundness stay, and years stay years."""
+    """Replaces a number by one of the same form: decimals, separators, sign, unit and roundness stay, and years stay
+    years."""
     numbers = numbers_of(answer, context.words)
     for number in chance.sample(numbers, len(numbers)):
         for _ in range(_TRIES):
@@ -100,7 +102,7 @@ def change_number(answer: str, context: RuleContext, chance: random.Random) -> F
 
 @lru_cache(maxsize=64)
 def numbers_of(text: str, words: Words) -> tuple[Number, ...]:
-    """Quantities and years; not the numbers in names, dates and confidence levels."""
+    """Quantities and years, but not the numbers in names, dates and confidence levels."""
     within_dates = {at for found in _DATE.finditer(text) for at in range(*found.span())}
     bounds: dict[int, tuple[float, float]] = {}  # by the place of an end of a range: between them it keeps the order
     for span in _RANGE.finditer(text):
@@ -124,8 +126,8 @@ def numbers_of(text: str, words: Words) -> tuple[Number, ...]:
 
 
 def _changed(number: Number, chance: random.Random) -> str | None:
-    """Other digits between the leading and the trailing zeros, so that a probability stays below 1; a last 5 stays, as
-    in rounded numbers. None where the draw cannot be used."""
+    """Changes the digits between the leading and the trailing zeros, so that a probability stays below 1. A last 5
+    stays, as in rounded numbers. None if the draw cannot be used."""
     text, old = number.text, _value(number.text)
     if number.is_year:
         year = int(old) + chance.choice((-1, 1)) * chance.randint(1, 12)
@@ -150,11 +152,12 @@ def _value(text: str) -> float:
 _SENTENCE_DRAWS = 24
 _NEAREST = 6
 _LEAST_NEW = 1 / 3
-"""Share of the longer words that the row lacks: with fewer the sentence may well be true of the row."""
+"""At least this share of the longer words must be new to the row; with fewer, the sentence may well be true of the
+row."""
 
 
 def fabricate(answer: str, context: RuleContext, chance: random.Random) -> Falsified | None:
-    """A sentence of another answer, made to mention this row's terms, is added or takes the place of one."""
+    """Adds a sentence of another answer, changed to mention this row's terms, or puts it in place of one."""
     spans = lexicon.sentences_of(answer, context.words)
     sentence = _foreign_sentence(context, chance)
     if sentence is None or not spans:
@@ -172,7 +175,7 @@ def fabricate(answer: str, context: RuleContext, chance: random.Random) -> Falsi
 
 
 def _foreign_sentence(context: RuleContext, chance: random.Random) -> str | None:
-    """One of those nearest to the row, so that it is not out of place."""
+    """One of the sentences nearest to the row, so that it fits in."""
     every = context.lexicon.sentences
     drawn = {sentence.text: sentence for sentence in (chance.choice(every) for _ in range(_SENTENCE_DRAWS) if every)}
     known = context.source.words
@@ -186,7 +189,7 @@ def _foreign_sentence(context: RuleContext, chance: random.Random) -> str | None
 
 
 def _about_this_row(sentence: str, answer: str, context: RuleContext, chance: random.Random) -> str:
-    """With the answer's names and acronyms in place of the sentence's, each at most once."""
+    """The sentence with its names and acronyms replaced by the answer's, each used at most once."""
     own = {kind: chance.sample(found, len(found)) for kind, found in _names_in(answer, context).items()}
     instead = {
         name: own[kind].pop() for kind, found in _names_in(sentence, context).items() for name in found if own.get(kind)
@@ -198,7 +201,7 @@ def _about_this_row(sentence: str, answer: str, context: RuleContext, chance: ra
 
 
 def _names_in(text: str, context: RuleContext) -> dict[str, list[str]]:
-    """By kind, each once, without the words of the lists."""
+    """Names by kind, each once, without the words of the lists."""
     found: dict[str, list[str]] = {}
     for term in lexicon.terms_of(text, context.words):
         if term.kind not in context.words.kinds and term.text not in found.setdefault(term.kind, []):
@@ -223,7 +226,7 @@ class Inversion(NamedTuple):
 
 
 def invert(answer: str, context: RuleContext, chance: random.Random) -> Falsified | None:
-    """What an answer affirms becomes denied and the other way round, by `not`, by `no` and by opposites."""
+    """Denies what an answer affirms and the other way round, by `not`, by `no` and by opposites."""
     found = inversions_of(answer, context.words)
     return Falsified(answer=answer, rule="negation", **chance.choice(found)._asdict()) if found else None
 
@@ -287,7 +290,7 @@ def _without_not(text: str, forms: _Forms) -> Iterator[Inversion]:
 
 
 def _with_not(text: str, start: int, end: int, forms: _Forms) -> Iterator[Inversion]:
-    """In a sentence without a negation."""
+    """Adds `not` to a sentence without a negation."""
     for pattern in (forms.auxiliary, forms.perfect):
         for found in pattern.finditer(text, start, end):
             yield Inversion(found.start(), found[0], "cannot" if found[0] == "can" else f"{found[0]} not")
@@ -335,7 +338,7 @@ def _past(verb: str, lists: lexicon.Negation) -> str:
 
 
 def _either(phrases: Iterable[str]) -> str:
-    """As a pattern, the longest first; without phrases one that never matches."""
+    """A pattern that matches any of the phrases, the longest first; without phrases, one that never matches."""
     return "|".join(map(re.escape, sorted(phrases, key=lambda phrase: (-len(phrase), phrase)))) or "(?!)"
 
 
@@ -346,13 +349,13 @@ RULES: Final[Mapping[RuleName, Rule]] = {
     "fabrication": fabricate,
 }
 _RULE_DRAWS = 12
-"""Of each rule; balancing chooses among them."""
+"""Draws of each rule; balancing chooses among them."""
 
 
 def options_of(
     answer: str, context: RuleContext, rules: tuple[RuleName, ...], *, seed: int, key: str
 ) -> list[Falsified]:
-    """Everything that the rules can make of one row's answer, each once. `key` is the row's content."""
+    """Everything that the rules can make of one row's answer, each once. `key` is that of the row's content."""
     found: dict[tuple[str, str, int], Falsified] = {}
     for name in rules:
         chance = seeded(seed, name, key)
@@ -366,7 +369,7 @@ def options_of(
 
 
 def is_wrong(option: Falsified, context: RuleContext) -> bool:
-    """It differs in more than white space, case and punctuation, and is not a right answer of any row."""
+    """Whether it differs in more than white space, case and punctuation and is not a right answer of any row."""
     text, is_other = normalise(option.text), normalise(option.before) != normalise(option.after)
     return is_other and text != normalise(option.answer) and text not in context.lexicon.right
 

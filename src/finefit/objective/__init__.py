@@ -1,1 +1,1 @@
-"""What is minimised: a batch in, a loss sum and a count out."""
+"""What training minimises: a batch goes in, a loss sum and a count come out."""

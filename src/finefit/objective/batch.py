@@ -1,4 +1,4 @@
-"""What an objective is given and what it returns.
+"""The input and the output of an objective.
 
 Shapes: B rows, T tokens, N supervised tokens, V vocabulary, R sequences, P preference pairs.
 """
@@ -19,11 +19,11 @@ class Packed:
     """Boundaries of rows that are concatenated into one flat sequence, B = 1. No row attends to another."""
 
     position_ids_BT: Tensor
-    """Start from 0 with every row."""
+    """Positions that start from 0 in every row."""
     boundaries_R1: Tensor
-    """In int32 on the batch's device: row r lies from boundaries[r] to boundaries[r + 1]."""
+    """int32 on the batch's device: row r lies from boundaries[r] to boundaries[r + 1]."""
     lengths: tuple[int, ...]
-    """The same on the host, where it can be read without waiting for the device."""
+    """The row lengths on the host, where they can be read without waiting for the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +31,10 @@ class Paired:
     """Pairs of sequences, padded or packed: first all preferred ones, then the others in the same order, R = 2 P."""
 
     supervised: tuple[int, ...]
-    """Of each sequence, on the host: splits the log-probabilities of a batch into those of its sequences."""
+    """The number of supervised tokens of each sequence, on the host; splits a batch's log-probabilities into those of
+    its sequences."""
     reference_R: Tensor | None = None
-    """Summed log-probabilities under the starting weights, in fp32, where they were computed before the first step."""
+    """Summed log-probabilities under the starting weights, in fp32, if they were computed before the first step."""
 
     @property
     def num_pairs(self) -> int:
@@ -45,9 +46,9 @@ class Extra:
     """Inputs of a model beside its tokens: images, or whatever a custom model takes."""
 
     tensors: Mapping[str, Tensor]
-    """By the names of the model's arguments."""
+    """Keyed by the names of the model's arguments."""
     host: Mapping[str, Any] = field(default_factory=dict)
-    """What must be known without waiting for the device: sizes, lengths."""
+    """Values that must be known without waiting for the device, such as sizes and lengths."""
     identity: str = ""
     """Identifies the content where tensors are too large to be hashed."""
 
@@ -65,16 +66,16 @@ class Batch:
     targets_N: Tensor
     num_supervised: int
     num_tokens: int
-    """Without padding."""
+    """The number of tokens without padding."""
     packed: Packed | None = None
     paired: Paired | None = None
-    """None where a row is one sequence."""
+    """None if a row is one sequence."""
     lengths: tuple[int, ...] = ()
-    """Of the sequences, without padding, on the host; for objectives that work row by row."""
+    """Lengths of the sequences without padding, on the host; for objectives that work row by row."""
     supervised: tuple[int, ...] = ()
-    """Of each sequence's tokens, in the same way."""
+    """The number of supervised tokens of each sequence, likewise on the host."""
     extra: Extra | None = None
-    """None where the model takes only tokens."""
+    """None if the model takes only tokens."""
 
     @property
     def num_rows(self) -> int:
@@ -100,25 +101,28 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """Sum over what the loss is a mean of (tokens, pairs), and their number. The step divides by the global count."""
+    """The sum over what the loss is a mean of (tokens, pairs), and their number. The step divides by the global
+    count."""
 
     total: Tensor
     count: int
     measures: dict[str, Tensor] = field(default_factory=dict)
-    """Further sums over the same, without gradient: rewards, accuracies."""
+    """Further sums over the same tokens or pairs, without gradient: rewards, accuracies."""
 
 
 Forward = Callable[[Batch], Tensor]
-"""Logprobs_N of the batch's targets in fp32. Logits stay inside, so that they never have to exist all at once."""
+"""Computes Logprobs_N of the batch's targets in fp32. Logits stay inside, so that they never have to exist all at
+once."""
 
 
 class Objective(Protocol):
-    """What it needs beside the policy (a reference, a coefficient) is bound into it before the first step."""
+    """An objective. What it needs besides the policy (a reference, a coefficient) is bound into it before the first
+    step."""
 
     def __call__(self, forward: Forward, batch: Batch) -> LossSum: ...
 
     def count(self, batch: Batch) -> int:
-        """What its loss is a mean over, known before anything is computed: see `LossSum`."""
+        """The number that its loss is a mean over, known before anything is computed: see `LossSum`."""
         ...
 
 
@@ -128,15 +132,15 @@ class CustomRow:
 
     tokens: NDArray[np.int64]
     supervised: NDArray[np.bool_]
-    """Which of the tokens are trained on; as long as `tokens`."""
+    """Marks the tokens that are trained on; as long as `tokens`."""
     images: tuple[PIL.Image.Image, ...] = ()
-    """In RGB, in the order of the row."""
+    """RGB images, in the order of the row."""
     seed: int
-    """For all random numbers of this row: 0 <= seed < 2**63."""
+    """The seed of all random numbers of this row: 0 <= seed < 2**63."""
     is_prompt: bool = False
-    """Whether the model is to answer: the tokens are a prompt alone, and none is supervised."""
+    """Whether the model is to answer: the tokens are only a prompt, and none is supervised."""
 
 
 def seed_of(run_seed: int, step: int | str, row: int) -> int:
-    """`step`: a number in training, a word elsewhere."""
+    """`step` is a number in training and a word elsewhere."""
     return int.from_bytes(hashlib.sha256(f"{run_seed} {step} {row}".encode()).digest()[:8]) >> 1

@@ -31,17 +31,17 @@ sft_loss = SftLoss()
 
 
 Reference = Callable[[Batch], Tensor]
-"""Sums_R of the log-probabilities under the starting weights, without gradient and without dropout."""
+"""Computes Sums_R of the log-probabilities under the starting weights, without gradient and dropout."""
 
 
 class DpoLoss:
-    """The preferred answer shall gain on the other one, relative to the starting model."""
+    """Raises the likelihood of the preferred answer against the other one, relative to the starting model."""
 
     def __init__(self, *, beta: float, reference: Reference) -> None:
         self.beta, self.reference = beta, reference
 
     def __call__(self, forward: Forward, batch: Batch) -> LossSum:
-        """Both halves go through one forward. The reference comes first, while nothing is kept for backward."""
+        """Both answers go through one forward. The reference comes first, while nothing is kept for backward."""
         reference_R = self.reference(batch)
         rewards_R = self.beta * (sequence_sums(forward(batch), paired_of(batch)) - reference_R)
         chosen_P, rejected_P = rewards_R.chunk(2)
@@ -60,14 +60,14 @@ class DpoLoss:
 
 
 def reference_from_batch(batch: Batch) -> Tensor:
-    """The reference where it was computed before the first step."""
+    """The reference of a batch, if it was computed before the first step."""
     reference_R = paired_of(batch).reference_R
     assert reference_R is not None, "a batch without its reference"
     return reference_R
 
 
 def sequence_sums(logprobs_N: Tensor, paired: Paired) -> Tensor:
-    """Of each sequence, in the same order on every device: the cut is known on the host."""
+    """The sum of each sequence, in the same order on every device: the split is known on the host."""
     return torch.stack([part.sum() for part in torch.split(logprobs_N, list(paired.supervised))])
 
 
@@ -91,11 +91,11 @@ Listen = Callable[[], AbstractContextManager[list[Routed]]]
 
 
 class RouterLoss:
-    """The language-model loss, and a balance that keeps a row's tokens from all going to the same experts.
+    """The language-model loss plus a balance loss that keeps a row's tokens from all going to the same experts.
 
     Balance is computed per row: over a micro-batch, the split into micro-batches would change the gradient. It is
-    weighted by the row's supervised tokens, so that loss and balance are means over the same. It is 1 where a row's
-    tokens are spread evenly, E where all go to one expert; if every expert answers every token, it has no gradient."""
+    weighted by the row's supervised tokens, so that loss and balance are means over the same tokens. It is 1 if a row's
+    tokens are spread evenly and E if all go to one expert; if every expert answers every token, it has no gradient."""
 
     def __init__(self, *, balance: float, listen: Listen) -> None:
         self.balance, self.listen = balance, listen
@@ -113,7 +113,7 @@ class RouterLoss:
 
 
 def _rows(batch: Batch) -> Iterator[tuple[int, int, int]]:
-    """Of every sequence the flat range of its tokens without padding, and how many are supervised."""
+    """For every sequence, the flat range of its tokens without padding and the number of supervised ones."""
     assert len(batch.lengths) == len(batch.supervised) == batch.num_sequences, "a batch that does not know its rows"
     width, begin = batch.input_ids_BT.shape[1], 0
     for at, (length, supervised) in enumerate(zip(batch.lengths, batch.supervised, strict=True)):
@@ -123,7 +123,7 @@ def _rows(batch: Batch) -> Iterator[tuple[int, int, int]]:
 
 
 def _row_sums(said: list[Routed], begin: int, end: int, supervised: int) -> tuple[Tensor, Tensor]:
-    """Balance and entropy of a row, means over its layers and tokens, times its supervised tokens."""
+    """Balance and entropy of a row: means over its layers and tokens, times its supervised tokens."""
     logprobs_LTE = torch.stack([routed.logits_NE[begin:end] for routed in said]).to(torch.float32).log_softmax(-1)
     chosen_LTK = torch.stack([routed.chosen_NK[begin:end] for routed in said])
     probs_LTE = logprobs_LTE.exp()
@@ -135,11 +135,11 @@ def _row_sums(said: list[Routed], begin: int, end: int, supervised: int) -> tupl
 
 
 COUNT = "count"
-"""Key of `Extra.host`: what the model counts in a batch."""
+"""The key in `Extra.host` of what the model counts in a batch."""
 
 
 class CustomLoss:
-    """`forward` gives the sum alone: see `CustomFamily.own_forward`."""
+    """`forward` returns only the sum: see `CustomFamily.own_forward`."""
 
     def __call__(self, forward: Forward, batch: Batch) -> LossSum:
         return LossSum(forward(batch), self.count(batch))

@@ -1,1 +1,1 @@
-"""Resolved values, each with its source."""
+"""Plans a run: resolved values, each with its source, and forecasts of memory and time."""

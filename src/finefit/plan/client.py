@@ -1,7 +1,7 @@
-"""Asks the planning process, and caches its forecasts by content: the same question is answered at once.
+"""Sends requests to the planning process, and caches its forecasts by content: a repeated request is answered at once.
 
-The process imports torch once, which takes longer than most rehearsals, so one process answers many questions. Nothing
-here imports torch."""
+The process imports torch once, which takes longer than most rehearsals, so one process serves many requests. This
+module never imports torch."""
 
 import os
 import pickle
@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from finefit import bounded
 from finefit.artifacts.cache import cached_record, source_digest, uncertainty
 from finefit.artifacts.forecasts import (
     EvalBatchLimit,
@@ -31,34 +32,41 @@ from finefit.errors import FinefitError, ModelError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import MEMORY_LIMITS, count_cores, read_memory_bytes, read_version
 from finefit.facts.nvml import read_cards
-from finefit.model.resolve_model import model_outline
+from finefit.model.resolve_model import read_stub
 from finefit.spec.data import Data, HeldOut, Source
 from finefit.spec.load import spec_to_json
 from finefit.spec.models import Lora, ShapeModel, Tuning
 from finefit.spec.schema import AdamW, Dpo, Evaluation, LocalLauncher, NanStop, Save, SlurmLauncher, Spec, Validation
 
 Job = Literal[
-    "rehearse", "count_parameters", "fill_mixture_stub", "require_same_config", "assume_images", "prove_loadable"
+    "rehearse",
+    "count_parameters",
+    "fill_mixture_stub",
+    "require_same_config",
+    "longest_possible_images",
+    "prove_loadable",
+    "prove_custom_loadable",
 ]
-"""What the planning process can do: a function of plan/worker.py."""
+"""The jobs of the planning process, which are functions of plan/worker.py."""
 _TAIL_LINES = 12
+_TAIL_BYTES = 64 << 10
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "liger-kernel")
 _PACKAGES = (
     *("plan", "rehearse", "evaluate", "step", "custom", "moe", "model", "data", "vision", "negatives", "tasks"),
     *("objective", "artifacts", "facts", "spec"),
 )
-"""Packages of finefit whose source decides a forecast."""
+"""Packages of finefit whose source affects a forecast."""
 _MAX_CACHED = 500
 _UNNAMED = ShapeModel(kind="shape", config={})
 _UNTRAINED = Lengths(num_rows=None, longest=2, mean=2.0, supervised=1, mean_supervised=1.0, source="nothing is trained")
 _FREE_STEP_BYTES = 64 << 20
-"""The free memory of a card changes a little all the time, so it is rounded in cache keys."""
+"""The free memory of a GPU changes slightly all the time, so it is rounded in cache keys."""
 Grids = tuple[tuple[int, ...], ...]
-"""Of the images of one row."""
+"""The grids of one row's images."""
 
 
 class PlannerProcess:
-    """Does one job after another. If torch crashes, the next job starts a new process."""
+    """Runs one job after another. If torch crashes, the next job starts a new process."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="finefit-plan-")
@@ -66,7 +74,7 @@ class PlannerProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, job: Job, *arguments: object) -> Any:
-        """What the job returns, or raises as a FinefitError."""
+        """Returns the result of the job, or raises its error as a FinefitError."""
         if self._process is None:
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
             command, pipe = [sys.executable, "-P", "-m", "finefit.plan.worker"], subprocess.PIPE
@@ -88,7 +96,9 @@ class PlannerProcess:
         return answer
 
     def _failed(self, code: int) -> FinefitError:
-        tail = "\n".join(self._stderr.read_text(errors="replace").strip().splitlines()[-_TAIL_LINES:])
+        tail = "\n".join(
+            bounded.tail_of(self._stderr, _TAIL_BYTES).decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
+        )
         if code < 0:
             ended = f"the rehearsal was ended by {signal.Signals(-code).name} inside torch; its last lines"
             return ModelError(f"{ended}:\n{tail}", "please report it with the model's config.json")
@@ -97,7 +107,7 @@ class PlannerProcess:
 
     def _end(self, process: "subprocess.Popen[bytes]") -> int:
         self._process = None
-        with suppress(BrokenPipeError), process:  # whose end closes its pipes
+        with suppress(BrokenPipeError), process:  # leaving the block closes its pipes
             pass
         return process.wait()
 
@@ -106,7 +116,7 @@ class PlannerProcess:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._process is not None:
-            if kind is not None:  # for example Ctrl-C: nobody waits for the answer
+            if kind is not None:  # on Ctrl-C, for example, nobody waits for the answer
                 self._process.kill()
             self._end(self._process)
         self._folder.cleanup()
@@ -119,7 +129,7 @@ _observer: ContextVar[Observer] = ContextVar("observer of planning", default=lam
 
 @contextmanager
 def observed_planning(observer: Observer) -> Iterator[None]:
-    """`observer` is called for every candidate that is rehearsed inside; a plan from the cache rehearses none."""
+    """`observer` is called for every candidate that is rehearsed inside the block; a cached plan rehearses none."""
     before = _observer.set(observer)
     try:
         yield
@@ -129,7 +139,7 @@ def observed_planning(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def shared_planner() -> Iterator[None]:
-    """One process does every job that is asked for inside."""
+    """One process runs all jobs that are requested inside the block."""
     if _shared.get() is not None:
         yield
         return
@@ -157,9 +167,9 @@ def forecast(
     budget_bytes: int | None = None,
     nodes: int | None = None,
 ) -> tuple[Forecast, ...]:
-    """One for each card. `budget_bytes` limits how much of a card may be used; `nodes` overrides the launcher's number
-    for ranks that were started already."""
-    asked, config = spec_to_json(_relevant(spec, nodes)), model_outline(spec.model, base).config
+    """Returns one forecast per card. `budget_bytes` limits how much of a card may be used; `nodes` overrides the
+    launcher's number for ranks that were already started."""
+    asked, config = spec_to_json(_relevant(spec, nodes)), read_stub(spec.model, base).config
     request = RehearsalRequest(spec=asked, config=config, cards=cards, lengths=lengths, budget_bytes=budget_bytes)
     return tuple(replace(found, uncertainty=uncertainty(found.card)) for found in _answer(request).forecasts)
 
@@ -167,8 +177,9 @@ def forecast(
 def eval_limits_here(
     subject: Subject, base: Path, evaluations: tuple[Evaluation, ...], prompt_tokens: int, grids: Grids = ()
 ) -> dict[str, EvalBatchLimit]:
-    """By label, on the subject's device, with what is free there now. `base`: where the model's path starts."""
-    config, card = model_outline(subject.model, base).config, "cpu" if subject.device == "cpu" else "auto"
+    """Returns the limits by label on the subject's device, for the memory that is free there now. `base`: the folder
+    that the model's path is relative to."""
+    config, card = read_stub(subject.model, base).config, "cpu" if subject.device == "cpu" else "auto"
     (limits,) = eval_limits_on((card,), config, subject.tuning, evaluations, subject.precision, prompt_tokens, grids)
     return limits
 
@@ -182,7 +193,8 @@ def eval_limits_on(
     prompt_tokens: int,
     grids: Grids = (),
 ) -> tuple[dict[str, EvalBatchLimit], ...]:
-    """By label, on each card, for a model that need not exist yet. `grids`: of the prompt with most image tokens."""
+    """Returns the limits by label, for each card, for a model that need not exist yet. `grids`: those of the prompt
+    with the most image tokens."""
     spec = Spec(
         name="plan",
         precision=precision,
@@ -200,8 +212,8 @@ def eval_limits_on(
 
 
 def _answer(request: RehearsalRequest) -> RehearsalResult:
-    """From the cache, or by the planning process. The key is everything that the answer depends on; this machine
-    matters only for cards that are here."""
+    """Answers from the cache, or by the planning process. The key is everything that the answer depends on; this
+    machine matters only for its own cards."""
     request = replace(request, visible=visible_cards(), allocator=allocator_setting(os.environ))
     asked = [request.spec, request.config, request.cards, repr(request.lengths), request.only_eval_limits]
     here: list[object] = []
@@ -214,8 +226,8 @@ def _answer(request: RehearsalRequest) -> RehearsalResult:
 
 
 def _relevant(spec: Spec, nodes: int | None) -> Spec:
-    """The spec with everything that a forecast does not depend on made equal, so that the cache finds it. Row lengths
-    are passed separately; who starts the nodes makes no difference."""
+    """Equalises everything that a forecast does not depend on, so that the cache finds it. Row lengths are passed
+    separately; who starts the nodes makes no difference."""
     nodes = nodes or (spec.launcher.nodes if isinstance(spec.launcher, SlurmLauncher) else 1)
     update = {
         "name": "plan",
@@ -255,6 +267,6 @@ def _relevant_evaluation(evaluation: Evaluation) -> Evaluation:
 
 
 def visible_cards() -> tuple[int, ...] | None:
-    """The indices in CUDA_VISIBLE_DEVICES; None where it is not set, or names cards in another way."""
+    """Returns the indices in CUDA_VISIBLE_DEVICES; None if it is not set, or names cards in another way."""
     named = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return tuple(map(int, named)) if all(part.isdigit() for part in named) else None

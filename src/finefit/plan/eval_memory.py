@@ -1,7 +1,7 @@
-"""How much an evaluation may hold at once: the most rows of the longest prompts whose rehearsal fits, and more rows of
-shorter prompts within as many tokens.
+"""Computes how much an evaluation may hold at once: the largest number of longest prompts whose rehearsal fits, and
+more rows of shorter prompts within the same number of tokens.
 
-An evaluation has its own process and batching is exact, so it may take all of the card."""
+An evaluation has its own process and batching is exact, so it may use the whole card."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,36 +21,36 @@ from finefit.spec.schema import AdamW, Evaluation
 from finefit.spec.tasks import Hallucination, LmEval, Perplexity, TruthfulQa
 
 _MOST_ROWS = {"cuda": 64, "cpu": 16}
-"""Of the longest prompts: more gain little, and a long batch waits for its slowest row."""
+"""Maximum rows of the longest prompts: more gain little, and a long batch waits for its slowest row."""
 _MORE = 4
-"""Times as many rows where prompts are shorter."""
+"""Factor by which the rows may grow if prompts are shorter."""
 _MOST_VALUES = 1 << 29
-"""Pixel values of a batch, which lie in host memory before they reach the card: 2 GiB."""
+"""Pixel values of a batch, which are in host memory before they reach the card: 2 GiB."""
 _LONG_PROMPT = 16384
 """Longer prompts may pass an MLP in tiles."""
 _TILES = (1, 4, 16)
 _CPU_SHARE = 0.5
-"""Of a machine's memory, which other programs use too."""
+"""Share of a machine's memory; other programs use it too."""
 _HARNESS_ROWS, _HARNESS_TOKENS = 8, 2048
 _CUSTOM_ROWS = 8
-"""Of a custom model: the memory of its `generate` is not rehearsed, and a batch that is too large is cut."""
+"""Rows of a custom model: the memory of its `generate` is not rehearsed, and a batch that is too large is split."""
 _SPREAD = 1.15
-"""Of an even share of a model, what the fullest of several cards may get: layers are not divided."""
+"""What the fullest of several cards may hold, relative to an even share of a model, because layers are not divided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedRehearsals:
-    """What several cards share: rehearsals of steps and of answers, each executed once for all cards whose kernels do
-    the same."""
+    """Rehearsals of steps and answers that several cards share; each is executed once for all cards whose kernels
+    behave the same."""
 
     steps: dict[str, Rehearsal] = field(default_factory=dict)
     answers: dict[str, GenerationRehearsal] = field(default_factory=dict)
     note: Callable[[str], None] = lambda _: None
-    """Told of what is rehearsed next, in a few words."""
+    """Called with a short description of the next rehearsal."""
 
 
 def held_bytes(target: Target, reserved: int) -> int:
-    """What a card must hold for a process that reserves this much; 0 where no process starts."""
+    """Returns the bytes that a card must hold for a process that reserves this much; 0 if no process starts."""
     if not reserved:
         return 0
     imported = CPU_EVAL_BYTES if target.device == "cpu" else 0
@@ -58,7 +58,7 @@ def held_bytes(target: Target, reserved: int) -> int:
 
 
 def step_config(config: dict[str, Any], tuning: Tuning, target: Target) -> StepConfig:
-    """Of a row without content, which is enough where nothing is trained."""
+    """Returns the config of a step with an empty row, which suffices if nothing is trained."""
     return StepConfig(
         config=config,
         tuning=tuning,
@@ -74,7 +74,7 @@ def step_config(config: dict[str, Any], tuning: Tuning, target: Target) -> StepC
 
 
 def largest_prompt_grids(lengths: Lengths) -> tuple[tuple[int, ...], ...]:
-    """Of the prompt with the most image tokens; where prompts are unknown, of any row."""
+    """Returns the grids of the prompt with the most image tokens; if prompts are unknown, those of any row."""
     return lengths.grids if lengths.prompt is None else lengths.prompt_grids
 
 
@@ -88,8 +88,8 @@ def make_eval_limits(
     grids: tuple[tuple[int, ...], ...] = (),
     shared: SharedRehearsals | None = None,
 ) -> dict[str, EvalBatchLimit]:
-    """By label. `devices`: cards that the items may be shared over. `grids`: the images of the prompt with the most
-    image tokens; every prompt is assumed to have as many of them as fit into it."""
+    """Returns limits by label. `devices`: cards over which the items may be divided. `grids`: the images of the prompt
+    with the most image tokens; every prompt is assumed to have as many of them as fit into it."""
     if custom_source_in(cfg.config) is not None:
         sizes = [(one, _CUSTOM_ROWS if one.batch == "auto" else one.batch) for one in evaluations]
         return {
@@ -118,18 +118,18 @@ def _generates(evaluation: Evaluation) -> bool:
 
 
 def _reads(evaluation: Evaluation) -> bool:
-    """Whether likelihoods of given answers are asked for."""
+    """Returns whether likelihoods of given answers are requested."""
     return isinstance(evaluation.task, Hallucination | Perplexity | TruthfulQa)
 
 
 def _window(evaluation: Evaluation) -> int:
-    """Tokens of plain text that are read together, if the items are plain text; a prompt may be shorter."""
+    """Returns the tokens of plain text that are read together, if the items are plain text; a prompt may be shorter."""
     return evaluation.task.window if isinstance(evaluation.task, Perplexity) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EvalRehearsals:
-    """What an evaluation does with a batch, rehearsed for as many rows as asked."""
+    """Rehearses what an evaluation does with a batch, for any number of rows."""
 
     cfg: StepConfig
     target: Target
@@ -138,13 +138,13 @@ class _EvalRehearsals:
     known: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     def full(self, rows: int, prompt: int, tiles: int) -> tuple[int, float | None]:
-        """Reserved bytes and seconds."""
+        """Returns reserved bytes and seconds."""
         found, rates = [run(self.cfg) for run in self._runs(rows, prompt, tiles)], self.target.rates
         seconds = None if rates is None else sum(one.seconds(rates) for one in found)
         return max(one.reserved_bytes for one in found), seconds
 
     def quick(self, rows: int, prompt: int, tiles: int) -> int:
-        """Allocated bytes."""
+        """Returns allocated bytes."""
         key = (rows, prompt, tiles)
         if key not in self.known:
             self.known[key] = max(extrapolated_bytes(self.cfg, run) for run in self._runs(*key))
@@ -158,8 +158,8 @@ class _EvalRehearsals:
             return self._shared(cfg, rehearse_answers, **shape, expandable=grow)
 
         def read(cfg: StepConfig) -> GenerationRehearsal:
-            """A given answer may be as long as a generated one. Of longer windows of plain text, in which every token
-            counts, as many are read at once as there are tokens for, and at least one."""
+            """A given answer may be as long as a generated one. For longer windows of plain text, in which every token
+            counts, as many are read at once as the tokens allow, but at least one."""
             tokens, window = prompt + new_tokens, _window(self.evaluation)
             shapes = [(rows, tokens, new_tokens)]
             if window > tokens:
@@ -183,7 +183,7 @@ class _EvalRehearsals:
         return self.shared.answers[key]
 
     def most_rows(self, prompt: int) -> int:
-        """Whose images fit into host memory."""
+        """Returns how many rows' images fit into host memory."""
         values = num_values(self.cfg.config, fitting(self.cfg.config, self.cfg.grids, prompt))
         return _MOST_VALUES // values if values else _MOST_VALUES
 
@@ -201,9 +201,9 @@ def _limit_of(
         return EvalBatchLimit(rows=rows, tokens=rows * _HARNESS_TOKENS)
     batches = _EvalRehearsals(cfg=cfg, target=target, evaluation=evaluation, shared=shared)
     tiles = 1
-    if max(prompt, _window(evaluation)) > _LONG_PROMPT:  # no more tiles than it takes for one long prompt to fit
+    if max(prompt, _window(evaluation)) > _LONG_PROMPT:  # no more tiles than one long prompt needs to fit
         tiles = next((tiles for tiles in _TILES if batches.fits(batches.quick(1, prompt, tiles))), _TILES[-1])
-    if is_free:  # the largest power of two by allocated memory, which is a little less than what is reserved
+    if is_free:  # the largest power of two by allocated memory, which is slightly less than reserved memory
         most = min(_MOST_ROWS[target.device], batches.most_rows(prompt))
         while 2 * rows <= most and batches.fits(batches.quick(2 * rows, prompt, tiles)):
             rows *= 2
@@ -216,13 +216,14 @@ def _limit_of(
         rows=rows, tokens=tokens, mlp_tiles=tiles, reserved_bytes=reserved, batch_seconds=seconds, devices=devices
     )
     if not batches.fits(reserved) and devices > 1 and batches.fits(share := int(reserved / devices * _SPREAD)):
-        return replace(limit, is_spread=True, reserved_bytes=share)
+        return replace(limit, is_split_over_cards=True, reserved_bytes=share)
     return _with_shorter(batches, limit, prompt) if is_free else limit
 
 
 def _with_shorter(batches: _EvalRehearsals, limit: EvalBatchLimit, longest: int) -> EvalBatchLimit:
-    """More rows of shorter prompts, in as many tokens: their cache is as large, and what each row takes of its own is
-    rehearsed. The allocator is assumed to hold as much beyond what is allocated as for the longest."""
+    """Allows more rows of shorter prompts with the same number of tokens: their cache is as large, and what each row
+    needs besides is rehearsed. The ratio of reserved to allocated memory is assumed to equal that of the longest
+    prompts."""
     most = _MOST_ROWS["cuda"] * _MORE if batches.target.device == "cuda" else _MOST_ROWS["cpu"]
     rows, new_tokens = min(most, _MORE * limit.rows), batches.evaluation.max_new_tokens
     prompt = limit.tokens // rows - new_tokens

@@ -1,4 +1,4 @@
-"""The forecast of one stage on one target: levers chosen, memory and time predicted, changes suggested."""
+"""The forecast of one stage on one target: levers are chosen, memory and time predicted, and changes suggested."""
 
 import math
 from collections import Counter
@@ -31,21 +31,22 @@ from finefit.step.forward import is_reference_cached
 
 _INSTANTS = ("load", "reference", "forward", "loss", "backward", "update", "validation")
 _BESIDE = 3
-"""Checkpoints beside those that are kept: the best, the one that a run resumed from, the one being written."""
+"""Checkpoints in addition to those that are kept: the best, the one that a run resumed from, and the one being
+written."""
 _HOST_BYTES = 3 << 29
-"""Of a training process with torch, transformers and CUDA's libraries, without a model."""
+"""Host memory of a training process with torch, transformers and CUDA's libraries, without a model."""
 _NOT_FOR_CUSTOM = {"keep_attention": False, "loss_chunk": "none", "offload": "none", "mlp_tiles": 1}
 _NOT_FOR_CUSTOM |= {"kernels": "torch", "compile": False, "update": "after"}
-"""Levers that act on parts of a language model, and the values that leave a custom model as it is."""
+"""Levers that act on parts of a language model, and the values that leave a custom model unchanged."""
 
 
 def make_forecast(
     spec: Spec, config: dict[str, Any], lengths: Lengths, target: Target, shared: SharedRehearsals | None = None
 ) -> Forecast:
-    """`shared`: what was rehearsed for other targets."""
+    """`shared`: rehearsals that were made for other targets."""
     require_custom(spec, config)
     require_several(spec.engine, target.count)
-    rows = min(spec.global_batch, lengths.num_rows or spec.global_batch)  # no step has more than there are
+    rows = min(spec.global_batch, lengths.num_rows or spec.global_batch)  # no step has more rows than there are
     _require_one_update(spec, -(-rows // target.count), target)
     packing = decide_packing(
         spec.data.packing, config, lengths.longest, target.device, deterministic=spec.deterministic
@@ -73,7 +74,7 @@ def make_forecast(
 
 
 def require_custom(spec: Spec, config: dict[str, Any]) -> None:
-    """Reports all settings that a custom model does not support, at once. Nothing for any other model."""
+    """Reports all settings that a custom model does not support at once. Does nothing for any other model."""
     found = custom_source_in(config)
     if found is not None and (odd := list(_unsupported_by_custom(spec, found))):
         problems, remedies = zip(*odd, strict=True)
@@ -83,7 +84,7 @@ def require_custom(spec: Spec, config: dict[str, Any]) -> None:
 
 
 def _unsupported_by_custom(spec: Spec, found: CustomSource) -> Iterator[tuple[str, str]]:
-    """Problems with their remedies."""
+    """Yields problems with their remedies."""
     if isinstance(spec.objective, Dpo | Router):
         remedy = "set objective: {kind: sft}; the loss is your model's own"
         yield f"objective.kind {spec.objective.kind} is computed from a language model's logits", remedy
@@ -97,7 +98,7 @@ def _unsupported_by_custom(spec: Spec, found: CustomSource) -> Iterator[tuple[st
         value = getattr(spec.levers, key)
         if value not in ("auto", off):
             problem = f"levers.{key} {value} acts on parts of a transformers language model"
-            yield problem, f"leave levers.{key} out; micro_batch and recompute are there"
+            yield problem, f"leave levers.{key} out; micro_batch and recompute are available"
     generates = meta_twin(found).generates
     for evaluation in spec.evaluate:
         if isinstance(evaluation.task, Hallucination | Perplexity | TruthfulQa | LmEval):
@@ -105,22 +106,23 @@ def _unsupported_by_custom(spec: Spec, found: CustomSource) -> Iterator[tuple[st
             remedy = "evaluate a task that reads an answer; the validation loss is your model's own"
             yield f"evaluate {evaluation.label} {problem}", remedy
         elif not generates:
-            problem = f"needs answers, and {found.file.name} has no generate"
+            problem = f"needs answers, but {found.file.name} has no generate"
             yield f"evaluate {evaluation.label} {problem}", "give the model a generate, or remove evaluate"
 
 
 def _require_one_update(spec: Spec, rows: int, target: Target) -> None:
-    """Refuses what an update inside backward cannot be rehearsed with. `rows`: of a step on one device."""
+    """Refuses settings with which an update inside backward cannot be rehearsed. `rows`: those of a step on one
+    device."""
     if spec.levers == "auto" or spec.levers.update != "inside":
         return
     asked = spec.levers.micro_batch
     if asked != "auto" and asked < rows:
         need = f"levers.update: inside needs the whole step of {rows} rows in one micro-batch"
-        problem = f"{need}, and levers.micro_batch is {asked}"
+        problem = f"{need}, but levers.micro_batch is {asked}"
         raise SpecError(problem, "--set levers.update=after, or a smaller global_batch")
     if target.precision == "fp16":
-        unable = "levers.update: inside cannot take the loss scale of fp16 out of the gradients first"
-        problem = f"{unable}, and {target.name} is planned in fp16"
+        unable = "levers.update: inside cannot remove the loss scale of fp16 from the gradients first"
+        problem = f"{unable}, but {target.name} is planned in fp16"
         raise SpecError(problem, "--set levers.update=after, or precision=fp32")
 
 
@@ -128,9 +130,7 @@ def _require_divisible(spec: Spec, size: ModelFootprint, target: Target) -> None
     if target.count == 1:
         return
     if isinstance(spec.engine, Fsdp2 | DeepSpeed) and (towers := image_towers(size)):
-        why = (
-            f"a rank whose rows have no image has none for the towers {', '.join(towers)}: the others would wait for it"
-        )
+        why = f"a rank whose rows have no image has none for {', '.join(towers)}: the other ranks would wait for it"
         problem = f"engine.kind {spec.engine.kind} divides gradients during backward, and {why}"
         raise SpecError(problem, "set engine.kind: ddp, or train the language tower alone")
     is_zero3 = isinstance(spec.engine, DeepSpeed) and spec.engine.stage == 3
@@ -149,20 +149,21 @@ def decide_packing(
     *,
     deterministic: bool = False,
 ) -> tuple[bool, str]:
-    """Whether rows are packed, and why. Packing is exact: `auto` packs where it can and its memory was measured."""
+    """Returns whether rows are packed, and why. Packing is exact: `auto` packs if possible, and if its memory was
+    measured."""
     if asked == "none":
         return False, "data.packing is none"
     if custom_source_in(config) is not None:
         return False, "a custom model makes its own inputs"
     problem = can_pack(read_config(config), longest)
     if problem is not None and asked == "best_fit":
-        remedy = "set data.packing to auto, which packs where it can, or to none"
+        remedy = "set data.packing to auto, which packs if possible, or to none"
         raise ModelError(f"data.packing is best_fit, but {problem}", remedy)
     if problem is not None:
         return False, problem
     if device == "cuda" and asked == "auto" and deterministic:
-        return False, "not with deterministic on a card: the memory of its kernel is not known there"
-    return True, "data.packing asks for it" if asked == "best_fit" else "no padding, the same gradient"
+        return False, "not with deterministic on a card: the memory of its kernel there is unknown"
+    return True, "requested by data.packing" if asked == "best_fit" else "no padding, the same gradient"
 
 
 def _searched(
@@ -175,7 +176,7 @@ def _searched(
     shared: SharedRehearsals,
     size: ModelFootprint,
 ) -> SearchResult:
-    """Where the engine is free to choose, with the mildest sharding that fits."""
+    """If the engine may be chosen, takes the mildest sharding that fits."""
     custom, has_experts, rows = custom_source_in(cfg.config), size.active is not None, -(-rows // target.count)
     is_plain = base_bits(spec.tuning) is None and spec.optimizer.kind == "adamw"  # nothing packed, no state in blocks
     can_divide = is_plain and not image_towers(size) and custom is None
@@ -184,7 +185,7 @@ def _searched(
             cfg=cfg, target=target, rows_per_step=rows, sharding=sharding, has_experts=has_experts, shared=shared
         )
         space = evaluator.space(asked)
-        if sharding == "zero3":  # gathers weights again during recomputation
+        if sharding == "zero3":  # zero3 gathers weights again during recomputation
             space = replace(space, keep_attention=space.keep_attention[:1], mlp_tiles=space.mlp_tiles[:1])
         if custom is not None:
             space = replace(space, packing_reason=packing[1])
@@ -202,7 +203,7 @@ class _Verdict:
     spec: Spec
     lengths: Lengths
     rows: int
-    """Of one step, on all devices."""
+    """Rows of one step, on all devices."""
     choice: SearchResult
     size: ModelFootprint
     shared: SharedRehearsals
@@ -218,14 +219,14 @@ class _Verdict:
             steps = schedule.num_steps(math.ceil(lengths.num_rows / spec.global_batch))
         seconds, total = self._seconds(steps)
         tokens, accumulation = lengths.mean * evaluator.cfg.sides * self.rows, candidate.accumulation
-        if levers.packing:  # of a mean step, with packs as full as best fit makes them
+        if levers.packing:  # those of a mean step, with packs as full as best fit makes them
             pack = levers.micro_batch * lengths.longest
             accumulation = max(1, math.ceil(evaluator.rows_per_step * lengths.mean / pack))
         price = target.price_per_hour
         reserved = answer.reserved_bytes if target.device == "cuda" else answer.allocated_bytes
         eval_limits = self._eval_limits(spec.evaluate)
         generation = max((limit.reserved_bytes or 0 for limit in eval_limits.values()), default=0)
-        # what evaluations need, not what they take because it is there: a batch that is asked for, and a single answer
+        # what evaluations need, not what they take because it is free: a batch that is requested, and a single answer
         # that does not fit
         fixed = {one.label for one in spec.evaluate if one.batch != "auto"}
         held = {label: held_bytes(target, limit.reserved_bytes or 0) for label, limit in eval_limits.items()}
@@ -292,7 +293,7 @@ class _Verdict:
         )
 
     def _host_bytes(self, peak: int) -> int:
-        """Of all processes on this machine."""
+        """Returns the host memory of all processes on this machine."""
         target, size = self.choice.evaluator.target, self.size
         processes = target.count // nodes_of(self.spec.launcher)
         # each process loads all weights here before it moves its part
@@ -303,8 +304,8 @@ class _Verdict:
         return processes * own + self._checkpoint_bytes()
 
     def _seconds(self, steps: int | None) -> tuple[float | None, float | None]:
-        """Of a step, and of the whole training. Where the reference is cached, every row goes through the model once
-        before the first step."""
+        """Returns the seconds of a step and of the whole training. With a cached reference, every row passes through
+        the model once before the first step."""
         cfg, target, lengths, candidate = (
             self.choice.evaluator.cfg,
             self.choice.evaluator.target,
@@ -325,18 +326,18 @@ class _Verdict:
         return step, total
 
     def _mean_step_seconds(self) -> float:
-        """Of a step with rows of mean length; memory is planned for the longest."""
+        """Returns the seconds of a step with rows of mean length; memory is planned for the longest rows."""
         evaluator, lengths, candidate = self.choice.evaluator, self.lengths, self.choice.candidate
         mean, levers = max(2, round(lengths.mean)), candidate.levers
         if mean >= 0.98 * lengths.longest:
             return candidate.step_seconds
         supervised = min(mean - 1, max(1, round(lengths.mean_supervised)))
         usual = replace(evaluator.cfg, tokens=mean, supervised=supervised, grids=())
-        if levers.packing:  # as many mean rows as a pack of the longest holds
+        if levers.packing:  # as many mean rows as a pack of the longest rows holds
             rows = min(evaluator.rows_per_step, levers.micro_batch * lengths.longest // mean)
             levers = replace(levers, micro_batch=rows)
         seconds = evaluator.evaluate(levers, cfg=usual).step_seconds
-        if evaluator.cfg.grids:  # in the longest rows; shorter ones have fewer image tokens
+        if evaluator.cfg.grids:  # the longest rows have the images; shorter ones have fewer image tokens
             without = evaluator.evaluate(candidate.levers, cfg=replace(evaluator.cfg, grids=())).step_seconds
             images = evaluator.evaluate(candidate.levers).step_seconds - without
             seconds += max(0.0, images) * mean / lengths.longest
@@ -356,7 +357,7 @@ class _Verdict:
         )
 
     def _smaller_answers(self, peak: int) -> tuple[Suggestion, ...]:
-        """Where training fits and generation does not: as few answers at a time as fit, which changes none of them."""
+        """If training fits but generation does not, suggests the batch size that fits, which changes no answer."""
         target, evaluations = self.choice.evaluator.target, self.spec.evaluate
         asked = [at for at, evaluation in enumerate(evaluations) if evaluation.batch != "auto"]
         if peak <= target.budget_bytes or not asked:
@@ -374,8 +375,8 @@ class _Verdict:
         return (suggestion,)
 
     def _checkpoint_bytes(self) -> int:
-        """Weights as they are saved, all of them where they are the model's own, and two moments for each trained one.
-        Beside a trained subset the rest is saved as the base stores it."""
+        """Returns the bytes of the saved weights (all of them unless only adapters are trained) and of two moments per
+        trained weight. For a trained subset, the other weights are saved in the base's precision."""
         spec, size, config = self.spec, self.size, self.choice.evaluator.cfg.config
         by_kind = {"adamw": 2 * size.trainable_bytes, "paged_adamw": 8 * size.trainable}
         moments = by_kind.get(spec.optimizer.kind, 2 * size.trainable)

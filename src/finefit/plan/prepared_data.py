@@ -1,5 +1,5 @@
-"""The data of a spec, prepared once and cached by content: plan, check and run share it, and a second call reads what
-the first has written. Nothing heavy is imported before something has to be prepared."""
+"""Prepares the data of a spec once and caches it by content: plan, check and run share it, and a second call reads what
+the first has written. Nothing heavy is imported unless something has to be prepared."""
 
 import glob
 import json
@@ -25,7 +25,7 @@ from finefit.spec.tasks import CustomTask
 from finefit.tasks.custom import row_builder
 
 Files = dict[str, tuple[tuple[FileFact, ...], ...]]
-"""By split and source."""
+"""File facts by split and source."""
 
 RECORD = "preparation.json"
 _PACKAGES = ("transformers", "tokenizers", "numpy", "pillow")
@@ -35,7 +35,7 @@ _TOKENIZER_FILES = (".json", ".jinja", ".model", ".txt")
 _JUDGED = ("bad_rows", "drop_at_most", "cut_at_most", "packing")
 """Keys that change no row, only how the result is judged."""
 _BYTES_PER_BYTE = 4
-"""Prepared bytes for each byte of a file: a token of four letters becomes five bytes, and some languages need more."""
+"""Prepared bytes per byte of a file: a token of four letters becomes five bytes, and some languages need more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class PreparedData:
         return self.folder / name
 
     def efficiency(self, spec: Spec, levers: Levers) -> Efficiency | None:
-        """None where no training row can be used."""
+        """Returns None if no training row can be used."""
         if self.record.lengths is None:
             return None
         examples = open_examples(self.path("train.safetensors"))
@@ -57,7 +57,7 @@ class PreparedData:
 
 
 def present(data: Data, base: Path) -> Data:
-    """Without held-out rows whose files or images do not exist: a plan need not wait for them."""
+    """Removes held-out rows whose files or images do not exist: a plan need not wait for them."""
     absent = {
         name: None
         for name in ("validation", "test")
@@ -67,13 +67,13 @@ def present(data: Data, base: Path) -> Data:
 
 
 def missing(data: Data, base: Path) -> tuple[str, ...]:
-    """Paths of rows and folders of images that do not exist."""
+    """Returns the paths of rows and image folders that do not exist."""
     named = [place for sources in data.sources().values() for source in sources for place in places(source)]
     return tuple(dict.fromkeys(place for place in named if not _exists(place, base)))
 
 
 def places(source: Source) -> tuple[str, ...]:
-    """The path of its rows and, where it is named, the folder of their images."""
+    """Returns the path of its rows and, if it is named, the folder of their images."""
     return (source.path,) if source.images_root is None else (source.path, source.images_root)
 
 
@@ -87,7 +87,7 @@ def _exists(place: str, base: Path) -> bool:
 
 
 def find_sources(data: Data, base: Path) -> dict[str, tuple[tuple[Path, ...], ...]]:
-    """The files of every source, by split; all missing files are reported at once."""
+    """Returns the files of every source, by split; all missing files are reported at once."""
     found: dict[str, tuple[tuple[Path, ...], ...]] = {}
     errors: list[DataError] = []
     for split, sources in data.sources().items():
@@ -116,12 +116,12 @@ def _by_content(data: Data, base: Path) -> Files:
 
 
 def prepare_data(spec: Spec, base: Path, tokenizer: Path) -> PreparedData:
-    """`base` is where the spec's relative paths start."""
+    """`base`: the folder that the spec's relative paths start from."""
     sources = _by_content(spec.data, base)
     folder = finefit_cache() / "prepared" / _key(spec, base, sources, tokenizer)
 
     def is_complete(found: Path) -> bool:
-        """Anything may happen to files in a cache, so their contents are compared."""
+        """Files in a cache may change in any way, so their contents are compared."""
         try:
             record = read_record(found / RECORD, Preparation)
             is_whole = all(sha256_of(found / name) == sha256 for name, sha256 in record.files.items())
@@ -140,7 +140,7 @@ def prepare_data(spec: Spec, base: Path, tokenizer: Path) -> PreparedData:
 
 
 def _key(spec: Spec, base: Path, sources: Files, tokenizer: Path) -> str:
-    """Of everything that the result depends on, which includes the names of files: they are reported with rows."""
+    """Hashes everything that the result depends on, including file names, which are reported with rows."""
     facts = {
         split: [[(fact.path, fact.sha256) for fact in files] for files in split_files]
         for split, split_files in sources.items()
@@ -157,8 +157,8 @@ def _key(spec: Spec, base: Path, sources: Files, tokenizer: Path) -> str:
         except OSError as error:
             problem = f"data.task: {spec.data.task.path} cannot be read: {error.strerror}"
             raise SpecError(problem, "its path is relative to the spec file") from None
-    # images are recorded with absolute paths, so the rows of a vision-language model belong to one place; their
-    # contents are compared whenever prepared rows are used again
+    # images are recorded with absolute paths, so the rows of a vision-language model belong to one folder; their
+    # contents are compared whenever prepared rows are reused
     config = tokenizer / "config.json"
     if isinstance(spec.model, CustomModel):  # its code decides what an image becomes in a prompt
         own = custom_source(spec.model, base)
@@ -170,7 +170,7 @@ def _key(spec: Spec, base: Path, sources: Files, tokenizer: Path) -> str:
 
 def _prepare_into(staging: Path, folder: Path, spec: Spec, base: Path, tokenizer: Path, sources: Files) -> None:
     from finefit.custom.inputs import processor_opener
-    from finefit.data.prepare import prepare  # transformers comes with it
+    from finefit.data.prepare import prepare  # imports transformers
 
     read_bytes = sum(fact.size_bytes for split in sources.values() for files in split for fact in files)
     with report_disk_full(folder, _BYTES_PER_BYTE * read_bytes):
@@ -186,5 +186,5 @@ def _prepare_into(staging: Path, folder: Path, spec: Spec, base: Path, tokenizer
             build=row_builder(spec.data.task, base=base),
         )
     if _by_content(spec.data, base) != sources:
-        raise DataError("a data file has changed while it was read", "give the command again when nothing writes to it")
+        raise DataError("a data file has changed while it was read", "run the command again when nothing writes to it")
     write_record(staging / RECORD, record)

@@ -1,4 +1,4 @@
-"""What a run will do, decided once: every value with its source. The spec itself is never changed."""
+"""Decides once what a run will do: every value has its source. The spec itself is never changed."""
 
 import math
 from collections.abc import Collection, Iterable
@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel
 
 from finefit.artifacts.forecasts import Forecast, Resolved
-from finefit.artifacts.records import Inputs
+from finefit.artifacts.records import Inputs, Levers
 from finefit.artifacts.stage_records import Stage
 from finefit.data.order import steps_per_epoch
 from finefit.errors import SpecError
@@ -22,7 +22,7 @@ from finefit.spec.schema import AutoEngine, Common, Single, Spec
 from finefit.step.engine_choice import require_possible
 
 Leaves = Iterable[tuple[str, Any, bool]]
-"""(dotted key, value, whether the user wrote it) of every value in a spec."""
+"""Every value in a spec, as (dotted key, value, whether the user wrote it)."""
 
 
 def device_of(spec: Common, machine: Machine) -> str:
@@ -30,7 +30,7 @@ def device_of(spec: Common, machine: Machine) -> str:
 
 
 def precision_on(device: Literal["cpu", "cuda"]) -> Literal["bf16", "fp16", "fp32"]:
-    """Of answers where no spec names it. A missing card is an error, not replaced by the CPU."""
+    """Returns the precision of answers if no spec names one. A missing GPU is an error; the CPU does not replace it."""
     if device == "cpu":
         return "fp32"
     if not torch.cuda.is_available():
@@ -41,14 +41,14 @@ def precision_on(device: Literal["cpu", "cuda"]) -> Literal["bf16", "fp16", "fp3
 def _no_card(asked: str, machine: Machine, otherwise: str) -> SpecError:
     reason = "torch is a CPU build" if torch.version.cuda is None else "torch finds no CUDA device"
     cards = ", ".join(card.name for card in machine.cards) or "no card"
-    problem = f"{asked} is asked for, but {reason} (the driver shows {cards})"
-    return SpecError(problem, f"`finefit doctor` says what to install; {otherwise}")
+    problem = f"{asked} is requested, but {reason} (the driver shows {cards})"
+    return SpecError(problem, f"`finefit doctor` explains what to install; {otherwise}")
 
 
 def resolve(
     spec: Spec, *, overrides: Collection[str], machine: Machine, num_rows: int, forecast: Forecast
 ) -> dict[str, Resolved]:
-    """The spec's own values first, then what follows from them and from the forecast."""
+    """Resolves the spec's own values first, then what follows from them and from the forecast."""
     names = [override.split("=", 1)[0] for override in overrides]
     values = {}
     for key, value, given in leaves(spec):
@@ -78,7 +78,7 @@ def make_stage(
     def of(key: str) -> Any:
         return values[key].value
 
-    # a named engine as the spec has it: its paths are relative to the spec
+    # a named engine is taken from the spec: its paths are relative to the spec
     engine = forecast.engine if isinstance(spec.engine, AutoEngine) else spec.engine
     stage = Stage(
         name=spec.objective.kind,
@@ -117,11 +117,15 @@ def make_stage(
         evaluate=spec.evaluate,
         prepared=prepared,
     )
-    if stage.levers.update == "inside" and stage.precision == "fp16":
-        problem = "levers.update: inside cannot take the loss scale of fp16 out of the gradients first"
-        raise SpecError(problem, "--set levers.update=after")
+    require_unscaled(stage.levers, stage.precision)
     require_possible(stage)
     return stage
+
+
+def require_unscaled(levers: Levers, precision: str) -> None:
+    if levers.update == "inside" and precision == "fp16":
+        problem = "levers.update: inside cannot take the loss scale of fp16 out of the gradients first"
+        raise SpecError(problem, "--set levers.update=after")
 
 
 def leaves(part: BaseModel, prefix: str = "", *, given: bool = True) -> Leaves:
@@ -165,7 +169,7 @@ def _device(spec: Common, machine: Machine, asked: Resolved) -> Resolved:
 def _precision(spec: Spec, device: str, asked: Resolved) -> Resolved:
     has_bf16 = device == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
     if spec.precision == "bf16" and not has_bf16:
-        problem = f"precision: bf16 is asked for, but {torch.cuda.get_device_name()} does not support it"
+        problem = f"precision: bf16 is requested, but {torch.cuda.get_device_name()} does not support it"
         raise SpecError(problem, "set precision: fp16 or fp32")
     if spec.precision != "auto":
         return asked
@@ -173,7 +177,7 @@ def _precision(spec: Spec, device: str, asked: Resolved) -> Resolved:
         return Resolved(value="fp32", source="auto: exact and fastest for small models on a CPU")
     if has_bf16:
         weights = "bf16 base, fp32 adapters" if isinstance(spec.tuning, Lora) else "fp32 weights under autocast"
-        return Resolved(value="bf16", source=f"auto: {torch.cuda.get_device_name()} has it ({weights})")
+        return Resolved(value="bf16", source=f"auto: {torch.cuda.get_device_name()} supports it ({weights})")
     return Resolved(value="fp16", source=f"auto: {torch.cuda.get_device_name()} has no bf16; losses are scaled")
 
 
@@ -193,7 +197,7 @@ def _lengths(spec: Spec, num_rows: int) -> dict[str, Resolved]:
 
 
 def _levers(spec: Spec, values: dict[str, Resolved], forecast: Forecast, num_rows: int) -> dict[str, Resolved]:
-    """As the forecast has chosen them, with its reasons; what the user has fixed keeps its source."""
+    """Levers as the forecast has chosen them, with its reasons; what the user has set keeps its source."""
     found, levers, devices = {}, forecast.levers, forecast.devices
     for lever in fields(levers):
         asked = values.get(f"levers.{lever.name}")
@@ -203,7 +207,7 @@ def _levers(spec: Spec, values: dict[str, Resolved], forecast: Forecast, num_row
     whole, micro = min(spec.global_batch, num_rows), levers.micro_batch
     asked = values.get("levers.micro_batch")
     if asked is not None and isinstance(asked.value, int) and asked.value > micro:
-        source = f"{asked.source} asks for {asked.value}, a step has only {whole} rows"
+        source = f"{asked.source} requests {asked.value}, but a step has only {whole} rows"
         found["levers.micro_batch"] = Resolved(value=micro, source=source)
     if levers.packing:
         pack = f"{micro} x {forecast.lengths.longest:,} tokens"

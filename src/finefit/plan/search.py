@@ -1,8 +1,8 @@
-"""The search over exact levers: the fastest candidate that fits, since the card's memory is a budget to spend; the most
-frugal one where nothing fits.
+"""Searches the exact levers for the fastest candidate that fits, since the card's memory is a budget to spend; if none
+fits, for the one that needs the least.
 
-Candidates are compared by quick rehearsals of a few layers. The winner is rehearsed in full and gives way to the next
-one if it then needs more than the card has."""
+Candidates are compared by quick rehearsals of a few layers. The winner is rehearsed in full, and replaced by the next
+one if it then needs more memory than the card has."""
 
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -31,15 +31,15 @@ from finefit.spec.schema import LeverSettings
 
 TYPICAL_RATES = Rates(half_flops=130e12, full_flops=15e12, bytes_per_second=1e12, launch_seconds=15e-6)
 FUSED_RECOMPUTE_MARGIN = 0.025
-"""Share of the reserved memory that is added where full weights are trained in recomputed layers with fused kernels."""
-ASKED = "asked for"
+"""Share of the reserved memory that is added if full weights are trained in recomputed layers with fused kernels."""
+ASKED = "requested"
 _FUSED_REASON = "the same numbers with fewer and larger operations"
 _CHUNK, _SMALL_CHUNK, _MOST_CHUNKS = 1024, 256, 256
 _TILES = 8
 _GUESSES = 3
-"""Of the border between depths that fit and those that do not, before it is found by bisection."""
+"""Guesses of the smallest depth that fits, before bisection takes over."""
 _WORTH = 0.995
-"""A candidate replaces a simpler one when it takes at most this share of its time."""
+"""A candidate replaces a simpler one if it takes at most this share of its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +48,11 @@ class Candidate:
     rehearsed: Rehearsal
     replay: Replay
     peak_bytes: int
-    """What the card must hold."""
+    """Bytes that the card must hold."""
     accumulation: int
     step_seconds: float
-    """By the target's rates, or by those of a typical card where the target's are unknown: enough to compare."""
+    """Predicted by the target's rates, or by those of a typical card if they are unknown, which suffices for
+    comparison."""
 
     @property
     def levers(self) -> Levers:
@@ -65,7 +66,7 @@ class CandidateEvaluator:
     cfg: StepConfig
     target: Target
     rows_per_step: int
-    """Of one card."""
+    """Rows of one card."""
     sharding: Sharding = "none"
     has_experts: bool = False
     shared: SharedRehearsals = field(default_factory=SharedRehearsals)
@@ -77,8 +78,8 @@ class CandidateEvaluator:
         return len(layer_kinds(read_config(self.cfg.config))) if found is None else len(meta_twin(found).layers())
 
     def space(self, asked: LeverSettings) -> "SearchSpace":
-        """Of a custom model only micro_batch and recompute, since all other levers act on parts of a language model.
-        There are few candidates: where layers do not repeat, each is rehearsed whole."""
+        """A custom model has only micro_batch and recompute, since all other levers act on parts of a language model.
+        There are few candidates, because each is rehearsed in full if layers do not repeat."""
         layers, experts, supervised = self.num_layers, self.has_experts, self.cfg.sides * self.cfg.supervised
         space = make_search_space(
             asked, self.target, rows=self.rows_per_step, supervised=supervised, num_layers=layers, has_experts=experts
@@ -112,7 +113,7 @@ class CandidateEvaluator:
     def _rehearsed(self, cfg: StepConfig, accumulation: int) -> Candidate:
         rehearsed, target = rehearse_extrapolated(cfg, self.shared.steps), self.target
         if self.sharding != "none":
-            # adapters and a trained subset lie beside frozen 16-bit weights already
+            # adapters and a trained subset are stored beside frozen 16-bit weights already
             halves = cfg.precision != "fp32" and isinstance(cfg.tuning, Full)
             trace = sharded(rehearsed.trace, self.sharding, target.count, gathers_halves=halves)
             rehearsed = replace(rehearsed, trace=trace)
@@ -135,7 +136,7 @@ class CandidateEvaluator:
 
 
 def _named(cfg: StepConfig) -> str:
-    """A candidate, in a few words."""
+    """Describes a candidate in a few words."""
     levers = cfg.levers
     parts = {
         f"micro_batch {levers.micro_batch}": True,
@@ -149,9 +150,9 @@ def _named(cfg: StepConfig) -> str:
 
 
 def fragmentation_bytes(reserved: int, rehearsed: Rehearsal, cfg: StepConfig) -> int:
-    """What the allocator may hold beyond its prediction. A layer's input on its way to the host and back may leave a
-    hole of its size. Full weights in recomputed layers with fused kernels reserved 3.1 % more than predicted
-    (docs/memory.md), though what they allocate was predicted."""
+    """Returns what the allocator may hold beyond its prediction. A layer's input on its way to the host and back may
+    leave a hole of its size. Full weights in recomputed layers with fused kernels reserved 3.1 % more than predicted
+    (docs/memory.md), although their allocations were predicted."""
     levers, is_full = cfg.levers, not isinstance(cfg.tuning, Lora)
     is_affected = levers.kernels == "fused" and levers.recompute and is_full and cfg.device == "cuda"
     more = int(reserved * FUSED_RECOMPUTE_MARGIN) if is_affected else 0
@@ -161,10 +162,10 @@ def fragmentation_bytes(reserved: int, rehearsed: Rehearsal, cfg: StepConfig) ->
 def decide_kernels(
     asked: LeverSettings, target: Target, sharding: Sharding, *, has_experts: bool
 ) -> tuple[Literal["torch", "fused"], str]:
-    """Fused kernels read weights where they lie, so these must not be sharded."""
+    """Fused kernels read weights in place, so the weights must not be sharded."""
     if asked.compile and has_experts:
-        why = "torch compiles their grouped products only in bf16, and those were not compared with uncompiled layers"
-        raise SpecError(f"levers.compile: true is not for mixtures of experts: {why}", "--set levers.compile=false")
+        why = "torch compiles their grouped products only in bf16, which was not compared with uncompiled layers"
+        raise SpecError(f"levers.compile: true excludes mixtures of experts: {why}", "--set levers.compile=false")
     if asked.kernels == "fused" and asked.compile:
         problem = "levers.kernels: fused and levers.compile: true contradict each other: torch compiles its own layers"
         raise SpecError(problem, "--set levers.kernels=torch, or --set levers.compile=false")
@@ -173,7 +174,7 @@ def decide_kernels(
     if asked.compile:
         return "torch", "the layers are compiled"
     if sharding in ("fsdp2", "zero3"):
-        return "torch", "the weights are divided over the devices"
+        return "torch", "the weights are sharded over the devices"
     if target.device == "cuda" and not target.has_liger:
         return "torch", "liger-kernel is not installed here: pip install 'finefit[gpu]'"
     return "fused", _FUSED_REASON
@@ -181,7 +182,7 @@ def decide_kernels(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """The values that each lever may take, the plainest first; one value where the user has fixed it."""
+    """The values that each lever may take, the simplest first; only one if the user has set it."""
 
     micro_batch: tuple[int, ...]
     recompute: tuple[int, ...]
@@ -195,15 +196,15 @@ class SearchSpace:
     update: Literal["after", "inside"] = "after"
     compile: bool = False
     packing: bool = False
-    packing_reason: str = "not asked for"
+    packing_reason: str = "not requested"
     fixed: frozenset[str] = frozenset()
-    """Names of the levers that the user has fixed."""
+    """Names of the levers that the user has set."""
 
     def most_frugal(self) -> Levers:
         return self.levers(self.micro_batch[0], self.recompute[-1], is_frugal=True)
 
     def levers(self, micro_batch: int, recompute: int, *, is_frugal: bool = False) -> Levers:
-        """With the loss in chunks where that is free to choose; `is_frugal` pulls whatever saves memory."""
+        """The loss is computed in chunks if that may be chosen; `is_frugal` applies everything that saves memory."""
         return Levers(
             micro_batch=micro_batch,
             recompute=recompute,
@@ -222,9 +223,9 @@ class SearchSpace:
 def make_search_space(
     asked: LeverSettings, target: Target, *, rows: int, supervised: int, num_layers: int, has_experts: bool = False
 ) -> SearchSpace:
-    """`rows`: of one optimizer step on one card, each with at most `supervised` tokens that have logits.
-    `has_experts`: then MLPs are not tiled."""
-    # number of recomputed layers: both runs of layers must be long enough to be rehearsed by a few of them
+    """`rows`: those of one optimizer step on one card, each with at most `supervised` tokens that have logits.
+    `has_experts`: MLPs are then not tiled."""
+    # numbers of recomputed layers: recomputed and kept layers must both be enough for a rehearsal by a few of them
     depths = [k for k in range(num_layers + 1) if min(k, num_layers - k) >= REHEARSED_PERIODS or k in (0, num_layers)]
     named = {"none": 0, "all": num_layers}.get(str(asked.recompute), asked.recompute)
     chunk = None if asked.loss_chunk == "none" else asked.loss_chunk
@@ -233,12 +234,12 @@ def make_search_space(
     free_tiles = (1,) if has_experts else (1, _TILES)
     free_inputs = "fp32" if target.precision == "fp32" else "bf16"
     settings = LeverSettings.model_fields.items()
-    # doubling, and the whole step; beyond 64 rows a card is busy anyway
+    # powers of two, and the whole step; beyond 64 rows a card is busy anyway
     doubled = [1 << n for n in range(7) if 1 << n < rows]
     micro_batches = (*doubled, rows) if rows <= 64 else tuple(doubled)
     if asked.micro_batch != "auto":
         micro_batches = (min(asked.micro_batch, rows),)
-    elif asked.update == "inside":  # needs the whole step at once
+    elif asked.update == "inside":  # this update needs the whole step at once
         micro_batches = (rows,)
     return SearchSpace(
         micro_batch=micro_batches,
@@ -265,7 +266,8 @@ class SearchResult:
 
 
 def choose(evaluator: CandidateEvaluator, space: SearchSpace) -> SearchResult:
-    """The first candidate, in order of speed, whose full rehearsal fits; the most frugal where none does."""
+    """Returns the first candidate, in order of speed, whose full rehearsal fits; otherwise the one that needs the least
+    memory."""
     search = _LeverSearch(evaluator, space)
     for levers in chain(search.candidates(), (space.most_frugal(),)):
         candidate = evaluator.evaluate(levers, is_quick=False)
@@ -281,10 +283,11 @@ class _LeverSearch:
     space: SearchSpace
 
     def candidates(self) -> Iterator[Levers]:
-        """The fastest first, refined; then what needs a little less, in the same order; the costlier levers last."""
+        """Yields the fastest candidate first, refined; then some that need a little less memory, by speed; the costlier
+        levers last."""
         space, by_seconds = self.space, attrgetter("step_seconds")
         plain, best_seconds = [], float("inf")
-        for micro_batch in space.micro_batch:  # up to the first that does not fit at all
+        for micro_batch in space.micro_batch:  # up to the first one that does not fit at all
             found = self._fewest_recomputed(micro_batch)
             if found is None:
                 break
@@ -315,9 +318,9 @@ class _LeverSearch:
         return None
 
     def _border(self, levers: Levers, near: Candidate) -> Candidate:
-        """Memory falls with every recomputed layer, so the fewest that fit lie between the first depth, with which it
-        does not fit, and the last, with which it does. It falls nearly evenly, so the first tries are where the memory
-        of `near` and the slope at its other levers point to; two are usually enough. The rest is bisection."""
+        """Memory falls with every recomputed layer, so the smallest depth that fits lies between the first depth, which
+        does not fit, and the last, which does. Memory falls almost linearly, so the first guesses extrapolate from the
+        memory of `near` with the slope at its other levers; two are usually enough. Bisection does the rest."""
         evaluator, depths = self.evaluator, self.space.recompute
         most, least = (evaluator.evaluate(replace(near.levers, recompute=depths[at])).peak_bytes for at in (0, -1))
         found, low, high, num_tries = near, 0, len(depths) - 1, 0
@@ -332,8 +335,8 @@ class _LeverSearch:
         return evaluator.evaluate(replace(levers, recompute=depths[high]))
 
     def _refined(self, found: Candidate) -> Candidate:
-        """Whole logits where they fit, or smaller chunks where that spares a layer; attention kept where that is
-        cheaper than recomputing it."""
+        """Computes all logits at once if they fit, or smaller chunks if that saves a recomputed layer; keeps attention
+        if that is cheaper than recomputing it."""
         evaluator, space, levers = self.evaluator, self.space, found.levers
         others = [replace(levers, loss_chunk=space.loss_chunk[0])]
         if levers.recompute:
@@ -347,7 +350,7 @@ class _LeverSearch:
         return kept if evaluator.fits(kept) and kept.step_seconds < _WORTH * found.step_seconds else found
 
     def _frugal(self) -> Levers:
-        """The costlier levers one after the other, until it fits or there are no more."""
+        """Adds the costlier levers one after another, until the candidate fits or none is left."""
         space = self.space
         plain = replace(space.levers(space.micro_batch[0], space.recompute[-1]), loss_chunk=space.loss_chunk[-1])
         offloaded = replace(plain, offload=space.offload[-1] and plain.recompute > 0)
@@ -366,18 +369,18 @@ class _LeverSearch:
         whole_loss = levers.loss_chunk is None
         searched = {
             "micro_batch": rows if self.evaluator.fits(candidate) else "the smallest, since nothing fits",
-            "recompute": recompute if levers.recompute else "no layer need be",
+            "recompute": recompute if levers.recompute else "no layer needs it",
             "keep_attention": attention,
             "loss_chunk": "all logits at once fit" if whole_loss else "memory is better spent elsewhere",
             "offload": "needed to fit" if levers.offload else "not needed",
             "mlp_tiles": "needed to fit" if levers.mlp_tiles > 1 else "not needed",
         }
         others = {
-            "adapter_inputs": f"the products are taken in {candidate.cfg.precision}",
+            "adapter_inputs": f"products are computed in {candidate.cfg.precision}",
             "packing": space.packing_reason,
             "kernels": space.kernels_reason,
-            "update": "not asked for",
-            "compile": "not asked for",
+            "update": "not requested",
+            "compile": "not requested",
         }
         found = {name: f"searched: {reason}" for name, reason in searched.items()} | others
         return found | dict.fromkeys(space.fixed, ASKED)

@@ -1,8 +1,7 @@
-"""Forecasts of the trainings of a pipeline before any stage has run: models and rows that stages have yet to make are
-replaced by stubs and by the longest rows that the spec allows. A stub is a folder with config and tokenizer but no
-weights, cached by content, so that later stages are planned as if the model existed."""
+"""Forecasts the trainings of a pipeline before any stage has run: models that stages have yet to make are replaced by
+stubs, and rows by the longest that the spec allows. A stub is a folder with config and tokenizer but no weights, cached
+by content, so that later stages are planned as if the model existed."""
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -16,8 +15,8 @@ from finefit.artifacts.cache import cached_folder, cached_record, content_key, s
 from finefit.artifacts.forecasts import Forecast, Lengths, ModelSize, Suggestion
 from finefit.artifacts.records import Record, wired_model, wired_spec
 from finefit.errors import FinefitError, ModelError, SpecError
-from finefit.facts.files import TEMPLATES, finefit_cache
-from finefit.model.resolve_model import ModelOutline, custom_source_in, model_outline
+from finefit.facts.files import TEMPLATES, finefit_cache, sha256_of
+from finefit.model.resolve_model import ModelStub, custom_source_in, read_stub
 from finefit.plan import client
 from finefit.plan.client import forecast, shared_planner
 from finefit.plan.prepared_data import missing, places, prepare_data, present
@@ -31,7 +30,7 @@ from finefit.spec.schema import Dpo, Sft, Spec
 Forecaster = Callable[[Spec, Path, Lengths], tuple[Forecast, ...]]
 """Forecasts one training, on one or several cards."""
 FinishedOutput = Callable[[str], Path | None]
-"""The output folder of a stage that has run, by its name."""
+"""Returns the output folder of a finished stage by its name; None if it has not run."""
 _TEXTS = (".json", ".jinja", ".model", ".txt")
 _NO_TOKENIZER_FILES = ("config.json", "model.safetensors.index.json", "adapter_config.json", "trainer_state.json")
 
@@ -42,7 +41,7 @@ def no_output(_: str) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureShape:
-    """What the config of a mixture of experts adds to that of its base."""
+    """What the config of a mixture of experts adds to the config of its base."""
 
     num_experts: int
     top_k: int
@@ -55,18 +54,18 @@ class ModelStubs:
 
     pipeline: Pipeline
     base: Path
-    """Where relative paths of the spec start; absolute."""
+    """The absolute folder that the spec's relative paths start from."""
     done: FinishedOutput = no_output
     known: dict[str, Path] = field(default_factory=dict)
 
     def at(self, name: str) -> Path:
-        """The output of a stage: the real one, else its stub, else a folder that does not exist."""
+        """Returns the output of a stage: the real one, else its stub, else a folder that does not exist."""
         if name not in self.known:
             found = self.done(name)
             if found is None:
                 match self.pipeline.stages[name]:
                     case kinds.TrainStage(tuning=Lora()):
-                        pass  # makes only an adapter
+                        pass  # this stage makes only an adapter
                     case kinds.TrainStage() | kinds.MergeAdapter() as stage:
                         found = _cached_stub(self.of(stage.model), None)
                     case kinds.BuildMoe() as stage:
@@ -74,19 +73,19 @@ class ModelStubs:
             self.known[name] = found or _stubs_folder() / "to-come" / name
         return self.known[name]
 
-    def of(self, asked: kinds.Input) -> ModelOutline:
-        """Without an adapter that may be laid over it."""
-        return model_outline(wired_model(self.pipeline, asked, self.at).model, self.base)
+    def of(self, asked: kinds.Input) -> ModelStub:
+        """Returns the model without an adapter that may be applied to it."""
+        return read_stub(wired_model(self.pipeline, asked, self.at).model, self.base)
 
     def is_made(self, path: str) -> bool:
-        """False for a path into the output of a stage that has not made it yet."""
+        """Returns False for a path into the output of a stage that is not made yet."""
         found = kinds.STAGE_PATH.fullmatch(path)
         return found is None or (self.at(found[1]) / (found[2] or "")).exists()
 
 
 def mixture_shape(stage: kinds.BuildMoe) -> MixtureShape | None:
-    """None for an average, which is a model like its base. Copies that will be collapsed count once, as far as the spec
-    shows them; a forced router leaves all but one expert out."""
+    """Returns None for an average, which has the shape of its base. Copies that will be collapsed count once, as far as
+    the spec shows them; a forced router leaves out all experts but one."""
     if stage.merge == "average":
         return None
     if isinstance(stage.router, kinds.ForcedRouter):
@@ -97,7 +96,7 @@ def mixture_shape(stage: kinds.BuildMoe) -> MixtureShape | None:
 
 
 def expert_copies(stage: kinds.BuildMoe) -> dict[str, str]:
-    """Experts that name the same model as an earlier one, and which."""
+    """Maps each expert that names the same model as an earlier one to that expert."""
     first: dict[str, str] = {}
     found = {name: first.setdefault(asked.model_dump_json(), name) for name, asked in stage.experts.items()}
     return {name: other for name, other in found.items() if other != name}
@@ -107,9 +106,9 @@ def _stubs_folder() -> Path:
     return finefit_cache() / "model_stubs"
 
 
-def _cached_stub(outline: ModelOutline, mixture: MixtureShape | None) -> Path:
+def _cached_stub(stub: ModelStub, mixture: MixtureShape | None) -> Path:
     texts = {}
-    if (folder := outline.tokenizer) is not None:
+    if (folder := stub.tokenizer) is not None:
         for path in sorted((*folder.iterdir(), *(folder / TEMPLATES).glob("*"))):
             if path.is_file() and path.suffix in _TEXTS and path.name not in _NO_TOKENIZER_FILES:
                 texts[path.relative_to(folder).as_posix()] = path
@@ -119,14 +118,14 @@ def _cached_stub(outline: ModelOutline, mixture: MixtureShape | None) -> Path:
             (staging / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, staging / name)
         if mixture is not None:
-            client.ask("fill_mixture_stub", staging, outline.config, mixture, outline.tokenizer)
+            client.ask("fill_mixture_stub", staging, stub.config, mixture, stub.tokenizer)
         else:
-            config = json.dumps(outline.config, indent=2, sort_keys=True)
+            config = json.dumps(stub.config, indent=2, sort_keys=True)
             (staging / "config.json").write_text(config + "\n", encoding="utf-8")
 
-    digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in texts.items()}
+    digests = {name: sha256_of(path) for name, path in texts.items()}
     made_by = [asdict(mixture), version("transformers"), source_digest("moe")] if mixture else None
-    key = content_key([outline.config, made_by, digests])[:32]
+    key = content_key([stub.config, made_by, digests])[:32]
     return cached_folder(_stubs_folder() / key, fill, is_complete=lambda stub: (stub / "config.json").is_file())
 
 
@@ -155,7 +154,7 @@ def forecast_trainings(
     done: FinishedOutput = no_output,
     names: Collection[str] | None = None,
 ) -> dict[str, tuple[Forecast, ...]]:
-    """Of the stages that train, in their order; `names`: only of these."""
+    """Forecasts the training stages in order; `names` restricts it to these."""
     stubs = ModelStubs(pipeline=pipeline, base=base.resolve(), done=done)
     asked = [name for name in pipeline.order() if names is None or name in names]
     trainings = [name for name in asked if isinstance(pipeline.stages[name], kinds.TrainStage)]
@@ -172,7 +171,7 @@ def forecast_training(stubs: ModelStubs, name: str, forecaster: Forecaster) -> t
 
 @contextmanager
 def stage_in_errors(pipeline: Pipeline, name: str) -> Iterator[None]:
-    """An error of one of several stages begins with the stage's name."""
+    """In a pipeline of several stages, an error starts with the stage's name."""
     try:
         yield
     except FinefitError as error:
@@ -186,8 +185,8 @@ def training_spec(stubs: ModelStubs, name: str) -> Spec:
 
 
 def _stage_row_lengths(stubs: ModelStubs, name: str, spec: Spec) -> Lengths:
-    """Counted where the rows exist; else the longest that the spec allows. Of pairs that are made from existing rows,
-    number and mean are known; rules may make several of each row."""
+    """Counts the rows if they exist; otherwise assumes the longest that the spec allows. For pairs made from existing
+    rows, number and mean are known; rules may make several pairs from each row."""
     stage = stubs.pipeline.stages[name]
     assert isinstance(stage, kinds.TrainStage)
     sources = stage.data.train
@@ -207,14 +206,15 @@ def _stage_row_lengths(stubs: ModelStubs, name: str, spec: Spec) -> Lengths:
         num_rows=min(most, sum(limits)) if len(limits) == len(sources) else most,
         mean=min(given.mean, lengths.mean),
         mean_supervised=min(given.mean_supervised, lengths.mean_supervised),
-        source=f"{lengths.source}; number at most and mean by the {given.num_rows:,} rows that it is made from",
+        source=f"{lengths.source}; maximum number and mean from the {given.num_rows:,} rows that they are made from",
     )
 
 
 def _pair_source_lengths(stubs: ModelStubs, sources: tuple[Source, ...], like: Spec) -> Lengths | None:
-    """Of the rows that pairs are made from; None where they do not exist, or other stages make some sources."""
+    """Returns lengths of the rows from which pairs are made; None if they do not exist, or other stages make some of
+    the sources."""
     origins = [origin for source in sources for origin in pair_sources(stubs.pipeline, source)]
-    tokenizer = model_outline(like.model, stubs.base).tokenizer
+    tokenizer = read_stub(like.model, stubs.base).tokenizer
     if not origins or tokenizer is None or any(kinds.STAGE_PATH.fullmatch(source.path) for source in origins):
         return None
     kept = {key: getattr(like.data, key) for key in ("max_tokens", "template", "template_options", "task")}
@@ -226,7 +226,7 @@ def _pair_source_lengths(stubs: ModelStubs, sources: tuple[Source, ...], like: S
 
 
 def pair_sources(pipeline: Pipeline, source: Source) -> tuple[Source, ...]:
-    """The rows from which a stage of kind make_pairs makes a file of pairs; none for other files."""
+    """Returns the rows from which a make_pairs stage makes a file of pairs; none for other files."""
     found = kinds.STAGE_PATH.fullmatch(source.path)
     maker = None if found is None else pipeline.stages[found[1]]
     if found is None or not isinstance(maker, kinds.MakePairs):
@@ -238,8 +238,8 @@ def pair_sources(pipeline: Pipeline, source: Source) -> tuple[Source, ...]:
 
 
 def suggestions_of(pipeline: Pipeline, name: str, suggestions: tuple[Suggestion, ...]) -> tuple[Suggestion, ...]:
-    """With the keys that the user's spec has, and only those that leave the pipeline valid. An adapter that several
-    stages train is changed in all of them."""
+    """Returns the suggestions with the keys of the user's spec, and only those that leave the pipeline valid. An
+    adapter that several stages train is changed in all of them."""
     if pipeline.is_flat:
         return suggestions
     found = []
@@ -256,7 +256,7 @@ def suggestions_of(pipeline: Pipeline, name: str, suggestions: tuple[Suggestion,
 
 
 def stages_sharing_adapter(pipeline: Pipeline, name: str) -> tuple[str, ...]:
-    """The stages that train the same adapter one after another, this one included, in their order."""
+    """Returns the stages that train the same adapter one after another, including this one, in order."""
     parents = {
         one: stage.model.name if isinstance(stage.model, kinds.StageModel) else None
         for one, stage in pipeline.stages.items()
@@ -273,22 +273,23 @@ def stages_sharing_adapter(pipeline: Pipeline, name: str) -> tuple[str, ...]:
 
 def row_lengths(spec: Spec, base: Path, *, not_made_yet: str | None = None) -> Lengths:
     """`not_made_yet`: the file of rows, or folder of images, that another stage has yet to make."""
-    outline = model_outline(spec.model, base)
+    stub = read_stub(spec.model, base)
     if not_made_yet is not None:
-        return _assumed(spec, f"{not_made_yet} is not made yet", outline)
+        return _longest_possible(spec, f"{not_made_yet} is not made yet", stub)
     named = {place for source in spec.data.train for place in places(source)}
     absent = [path for path in missing(spec.data, base) if path in named]
-    if absent or outline.tokenizer is None:
-        return _assumed(spec, f"{absent[0]} does not exist" if absent else "the model has no tokenizer", outline)
+    if absent or stub.tokenizer is None:
+        reason = f"{absent[0]} does not exist" if absent else "the model has no tokenizer"
+        return _longest_possible(spec, reason, stub)
     there = spec.model_copy(update={"data": present(spec.data, base)})
-    counted = prepare_data(there, base, outline.tokenizer).record.lengths
-    return counted or _assumed(spec, "no row can be used", outline)
+    counted = prepare_data(there, base, stub.tokenizer).record.lengths
+    return counted or _longest_possible(spec, "no row can be used", stub)
 
 
-def _assumed(spec: Spec, reason: str, outline: ModelOutline) -> Lengths:
-    """Every row of full length, every token supervised."""
+def _longest_possible(spec: Spec, reason: str, stub: ModelStub) -> Lengths:
+    """Assumes that every row has the maximum length and every token is supervised."""
     tokens = spec.data.max_tokens
-    images = assume_images(outline, spec.data.images, tokens)
+    images = longest_possible_images(stub, spec.data.images, tokens)
     return Lengths(
         num_rows=None,
         longest=tokens,
@@ -301,17 +302,18 @@ def _assumed(spec: Spec, reason: str, outline: ModelOutline) -> Lengths:
     )
 
 
-class AssumedImages(Record):
-    """The images that one row of a vision-language model is assumed to have."""
+class LongestPossibleImages(Record):
+    """The images that each row of a vision-language model is assumed to have."""
 
     grids: tuple[tuple[int, ...], ...] = ()
     note: str = ""
-    """What is assumed, to be appended to a sentence about the rows; empty for a model without vision."""
+    """The assumption, to be appended to a sentence about the rows; empty for a model without vision."""
 
 
-def assume_images(outline: ModelOutline, limits: ImageLimits, tokens: int) -> AssumedImages:
-    """In rows of `tokens` tokens."""
-    if custom_source_in(outline.config) is None and "vision_config" not in outline.config:
-        return AssumedImages()
-    found: AssumedImages = client.ask("assume_images", outline.config, outline.tokenizer, limits, tokens)
+def longest_possible_images(stub: ModelStub, limits: ImageLimits, tokens: int) -> LongestPossibleImages:
+    """Returns the images assumed in rows of `tokens` tokens."""
+    if custom_source_in(stub.config) is None and "vision_config" not in stub.config:
+        return LongestPossibleImages()
+    asked = (stub.config, stub.tokenizer, limits, tokens)
+    found: LongestPossibleImages = client.ask("longest_possible_images", *asked)
     return found

@@ -1,5 +1,6 @@
-"""What the reader of a forecast must know besides its figures: the cheapest changes that would make it fit, each
-rehearsed, exact ones first (lossy ones are only ever suggested); what is assumed, what a run would refuse."""
+"""Adds to a forecast what its reader must know besides the figures: the cheapest changes that would make it fit, each
+rehearsed, exact ones first (lossy ones are only ever suggested); the assumptions; and settings that a run would
+refuse."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,12 +24,12 @@ from finefit.step.forward import is_reference_cached
 _MOST = 6
 _SMALLEST_RANK = 8
 _LARGE_RANK = 32
-"""From this rank on, bf16 adapters are worth suggesting."""
+"""Minimum rank at which bf16 adapters are worth suggesting."""
 _LONG = 16384
 _FEWEST_TOKENS = 64
-"""A shorter row is not worth suggesting."""
+"""Shorter rows are not worth suggesting."""
 _SAVES_NOTHING = {"update", "compile"}
-"""Levers whose release leaves a plan as large as it is."""
+"""Levers that do not change the size of a plan."""
 _MORE_CARDS = (2, 4, 8)
 _SHARDED = {
     "ddp": "a whole copy on each (DDP)",
@@ -37,21 +38,22 @@ _SHARDED = {
     "zero3": "weights, gradients and optimizer state divided (DeepSpeed ZeRO-3)",
 }
 Found = tuple[Suggestion, float]
-"""With the seconds of a step, for the order."""
+"""A suggestion with the seconds of a step, for sorting."""
 
 
 def suggest(choice: SearchResult) -> tuple[Suggestion, ...]:
-    """Nothing where the plan fits, and nothing lossy where exact levers suffice."""
+    """Suggests nothing if the plan fits, and nothing lossy if exact levers suffice."""
     if choice.fits:
         return ()
     exact = list(_exact(choice, choice.evaluator.space(LeverSettings()).most_frugal()))
     lossy = [] if any(suggestion.fits for suggestion, _ in exact) else list(_lossy(choice))
-    if custom_source_in(choice.evaluator.cfg.config) is not None:  # whose weights cannot be quantised
+    if custom_source_in(choice.evaluator.cfg.config) is not None:  # its weights cannot be quantised
         lossy = [found for found in lossy if "base_bits" not in " ".join(found[0].changes)]
     by_changes = {found[0].changes: found for found in (*exact, *lossy) if found[0].saves_bytes > 0}
 
     def order(found: Found) -> tuple[bool, bool, int, float]:
-        """What fits first, exact before lossy, few changes before many; then the fastest, or what comes nearest."""
+        """Sorts what fits first, exact before lossy, fewer changes before more; then by speed, or by distance from
+        fitting."""
         suggestion, seconds = found
         last = seconds if suggestion.fits else suggestion.peak_bytes
         return not suggestion.fits, not suggestion.is_exact, len(suggestion.changes), last
@@ -60,7 +62,7 @@ def suggest(choice: SearchResult) -> tuple[Suggestion, ...]:
 
 
 def _exact(choice: SearchResult, frugal: Levers) -> Iterator[Found]:
-    """Levers that the user has fixed, let go: one at a time, then all of them. And a cached reference."""
+    """Frees levers that the user has set: one at a time, then all of them. Also tries a cached reference."""
     evaluator, levers, cfg = choice.evaluator, choice.candidate.levers, choice.evaluator.cfg
     changed = {name: getattr(frugal, name) for name in releasable(choice, frugal)}
     for names in [(name,) for name in changed] + ([tuple(changed)] if len(changed) > 1 else []):
@@ -79,9 +81,10 @@ def _exact(choice: SearchResult, frugal: Levers) -> Iterator[Found]:
 
 
 def releasable(choice: SearchResult, frugal: Levers) -> list[str]:
-    """Fixed levers that would differ where they are free, with a value that the rest of the plan can run with."""
+    """Returns the levers that the user has set and that would differ if they were free, if the rest of the plan
+    supports the new value."""
     evaluator, levers, left_out = choice.evaluator, choice.candidate.levers, set(_SAVES_NOTHING)
-    if levers.update == "inside":  # needs the whole step at once
+    if levers.update == "inside":  # this update needs the whole step at once
         left_out.add("micro_batch")
     asked, experts = LeverSettings(compile=levers.compile), evaluator.has_experts
     if decide_kernels(asked, evaluator.target, evaluator.sharding, has_experts=experts)[0] != frugal.kernels:
@@ -92,7 +95,8 @@ def releasable(choice: SearchResult, frugal: Levers) -> list[str]:
 
 
 def _is_refused(choice: SearchResult, cfg: StepConfig, levers: Levers) -> bool:
-    """Whether the engine refuses it but not the plan as it is; an update inside backward takes plain adamw."""
+    """Returns whether the engine refuses the change but not the current plan; an update inside backward needs plain
+    adamw."""
     evaluator = choice.evaluator
     if levers.update == "inside" and cfg.optimizer.kind != "adamw":
         return True
@@ -113,8 +117,9 @@ def _setting(name: str, value: object, num_layers: int) -> str:
 
 
 def _lossy(choice: SearchResult) -> Iterator[Found]:
-    """Each change alone, then one on top of the other until it fits. The levers stay as in the plan that does not fit,
-    which has pulled all it may; but tiles cost most, and where all layers are recomputed they help only long rows."""
+    """Tries each change alone, then adds one after another until the plan fits. The levers stay as in the plan that
+    does not fit, which already saves all it may; but tiles cost the most, and if all layers are recomputed they help
+    only long rows."""
     evaluator, levers, cfg = choice.evaluator, choice.candidate.levers, choice.evaluator.cfg
     tiles_help = cfg.tokens >= _LONG or levers.recompute < evaluator.num_layers
     if not tiles_help and choice.reasons["mlp_tiles"] != ASKED:
@@ -137,7 +142,7 @@ def _lossy(choice: SearchResult) -> Iterator[Found]:
 
 
 def _changes(cfg: StepConfig) -> Iterator[tuple[str, str, Callable[[StepConfig], StepConfig]]]:
-    """What to set, what it costs, what it does; the mildest first."""
+    """Yields what to set, its price and its effect; the mildest change first."""
 
     def tuned(cfg: StepConfig, **update: object) -> StepConfig:
         return replace(cfg, tuning=cfg.tuning.model_copy(update=update))
@@ -165,7 +170,7 @@ def _changes(cfg: StepConfig) -> Iterator[tuple[str, str, Callable[[StepConfig],
 def _shorter(
     choice: SearchResult, levers: Levers, cfg: StepConfig, changes: tuple[str, ...], prices: tuple[str, ...]
 ) -> Iterator[Found]:
-    """The longest rows that fit: memory grows with every token, so two lengths show the border."""
+    """Finds the longest rows that fit: memory grows with every token, so two lengths determine the limit."""
     evaluator = choice.evaluator
 
     def cut(tokens: int) -> StepConfig:
@@ -204,7 +209,7 @@ def _suggestion(
 
 
 def notes_of(spec: Spec, lengths: Lengths, choice: SearchResult, size: ModelFootprint, engine: Engine) -> Iterator[str]:
-    """`engine`: the one that was decided."""
+    """`engine`: the engine that was chosen."""
     yield from choice.evaluator.target.notes
     yield from _sharding_notes(choice.evaluator, spec)
     for finding in engine_problems(engine, spec.tuning, spec.optimizer, choice.candidate.levers):
@@ -215,7 +220,7 @@ def notes_of(spec: Spec, lengths: Lengths, choice: SearchResult, size: ModelFoot
 
 
 def image_towers(size: ModelFootprint) -> list[str]:
-    """Trained towers that only rows with images reach."""
+    """Returns the trained towers that only rows with images reach."""
     return [tower for tower, found in size.towers.items() if tower != "language" and found.tensors]
 
 
@@ -236,31 +241,31 @@ def _model_notes(spec: Spec, lengths: Lengths, choice: SearchResult, size: Model
     bits, candidate = base_bits(spec.tuning), choice.candidate
     if size.paged_bytes:
         paged = f"{size.paged_bytes / 2**30:.2f} GiB of paged moments"
-        yield f"{paged} stay on the card while there is room, else in host memory, where they are counted"
+        yield f"{paged} stay on the card while there is room, otherwise in host memory, where they are counted"
     if bits == 8:
-        kept = "the input of every adapted layer is kept even where the layer is recomputed"
+        kept = "the input of every adapted layer is kept even if the layer is recomputed"
         yield f"in 8 bits {kept}; columns with outliers take more"
     if bits and size.expert_bytes:
         experts = f"the experts ({size.expert_bytes / 2**30:.2f} GiB)"
         yield f"{experts} are not quantised to {bits} bits: bitsandbytes quantises linear layers only"
     if isinstance(spec.tuning, Lora) and size.expert_bytes:
-        why = "several share one tensor, and adapters are for linear layers only"
+        why = "several share one tensor, but adapters are for linear layers only"
         yield f"the experts carry no adapter and are not trained: {why}"
     for reason, names in size.left_out.items():
         yield f"{', '.join(grouped_names(names))} carry no adapter and are not trained: {reason}"
     custom = custom_source_in(candidate.cfg.config)
     kinds = layer_types_of(read_config(candidate.cfg.config)) if custom is None else ()
     if recurrent := sorted(set(kinds).intersection(RECURRENT)):
-        less = "kernels of other packages that transformers finds installed take less memory and time"
+        less = "kernels of other packages that transformers may find installed take less memory and time"
         yield f"layers of kind {', '.join(recurrent)} are planned as torch computes them; {less}"
     if size.towers:
         if isinstance(spec.tuning, Lora) and not isinstance(spec.tuning.targets, dict):
-            yield "tuning.targets without towers mean the language tower: vision and projector are not trained"
+            yield "tuning.targets without towers apply to the language tower: vision and projector are not trained"
         if bits:
             yield f"the language tower is quantised to {bits} bits, vision and projector are not"
         if size.unused and "vision" in image_towers(size):
             unused = ", ".join(size.unused)
-            yield f"features are taken before {unused}: no image passes there, and nothing there is trained"
+            yield f"features are taken before {unused}: no image reaches it, and nothing in it is trained"
         if lengths.grids:
             most = f"{image_tokens(candidate.cfg.config, lengths.grids):,} image tokens ({len(lengths.grids)} images)"
             yield f"the row with the most images has {most}, and the plan assumes as many for every row"
@@ -275,7 +280,8 @@ def _model_notes(spec: Spec, lengths: Lengths, choice: SearchResult, size: Model
 
 
 def _reference_notes(spec: Spec, choice: SearchResult) -> Iterator[str]:
-    """What a cached reference would save over several epochs; for one epoch it is the same work at another time."""
+    """Describes what a cached reference would save over several epochs; for one epoch it is the same work at another
+    time."""
     rates = choice.evaluator.target.rates
     if not isinstance(spec.objective, Dpo) or is_reference_cached(spec.objective, spec.tuning) or rates is None:
         return
@@ -287,23 +293,24 @@ def _reference_notes(spec: Spec, choice: SearchResult) -> Iterator[str]:
 
 
 def _divided_notes(choice: SearchResult) -> Iterator[str]:
-    """What does not fit on one card may fit on several that divide it."""
+    """A plan that does not fit on one card may fit on several that shard it."""
     evaluator, target, cfg = choice.evaluator, choice.evaluator.target, choice.evaluator.cfg
     if choice.fits or target.count > 1 or target.device == "cpu" or custom_source_in(cfg.config) is not None:
         return
-    levers = replace(choice.candidate.levers, kernels="torch")  # fused kernels take undivided weights
+    levers = replace(choice.candidate.levers, kernels="torch")  # fused kernels need unsharded weights
     if any(engine_problems(Fsdp2(kind="fsdp2", devices=2), cfg.tuning, cfg.optimizer, levers)):
         return
     for count in _MORE_CARDS:
         divided = replace(target, count=count, context_bytes=target.context_bytes + NCCL_BYTES)
         several = replace(evaluator, target=divided, sharding="fsdp2", known={})
         if several.fits(several.evaluate(levers, is_quick=False)):
-            yield f"divided over {count} of these cards it fits as it is: engine={{kind: fsdp2, devices: {count}}}"
+            yield f"sharded over {count} of these cards it fits as it is: engine={{kind: fsdp2, devices: {count}}}"
             return
 
 
 def peak_notes(choice: SearchResult, peak: int, suggestions: tuple[Suggestion, ...]) -> Iterator[str]:
-    """`peak`: bytes of all that the run does. Where nothing makes it fit, with the smallest cards that hold it."""
+    """`peak`: bytes of everything that the run does. If no change makes it fit, names the smallest cards that hold
+    it."""
     target = choice.evaluator.target
     if peak > choice.candidate.peak_bytes:
         yield "generating answers in the evaluation needs more than training"

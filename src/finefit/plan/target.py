@@ -1,5 +1,5 @@
-"""What a plan is made for: a named card, the one in this machine, or the CPU, as a budget of bytes and a set of rates;
-and the engine that shares the work between several of them."""
+"""The target of a plan: a named card, the one in this machine, or the CPU, as a budget of bytes and a set of rates; and
+the engine that divides the work between several of them."""
 
 import importlib.util
 import re
@@ -19,26 +19,26 @@ from finefit.rehearse.trace import Sharding
 from finefit.spec.schema import AutoEngine, Ddp, DeepSpeed, Engine, Fsdp2, Launcher, Single, SlurmLauncher
 
 CONTEXT_BYTES = 816 << 20
-"""Of CUDA and its libraries: 767 to 815 MiB, measured on an H200 only."""
+"""Memory of CUDA and its libraries: 767 to 815 MiB, measured only on an H200."""
 NCCL_BYTES = 512 << 20
-"""Of the buffers for gradients between cards. Not measured: it depends on their number and their links."""
+"""Memory of the buffers for gradients between cards. Not measured: it depends on their number and their links."""
 MARGIN = 0.0125
-"""Share of the reserved memory, added beside MARGIN_BYTES: predictions fell short by at most 1.0 % (docs/memory.md)."""
+"""Share of the reserved memory, added to MARGIN_BYTES: predictions were at most 1.0 % too low (docs/memory.md)."""
 MARGIN_BYTES = 80 << 20
-"""Four pages of the allocator, which are more than a per cent of a small model."""
+"""Four pages of the allocator, which are more than one per cent of a small model."""
 CPU_MARGIN = 0.03
 CPU_LEAST_BYTES, CPU_SHARE = 27 << 20, 0.5
-"""Of threads and the scratch memory of kernels; and a share of small blocks, of holes that the C library leaves between
-them. Larger blocks go back to the system when they are freed (bench/cpu_memory.py)."""
+"""Memory of threads and of kernels' scratch space; and, as a share of small blocks, of holes that the C library leaves
+between them. Larger blocks return to the system when they are freed (bench/cpu_memory.py)."""
 CPU_EVAL_BYTES = 72 << 20
-"""Of the packages that an evaluation imports beside those of training."""
+"""Memory of the packages that an evaluation imports in addition to those of training."""
 USABLE = 0.98
-"""Of the memory that a driver reports, what CUDA programs can use: 98 to 99.5 % on the cards that publish both."""
+"""Share of the memory reported by a driver that CUDA programs can use: 98 to 99.5 % on the cards that publish both."""
 LAUNCH_SECONDS = 12.5e-6
-"""Of host time per operation, where small batches leave the card waiting: 10 to 18 us were measured with two H200s, so
-the time of such steps is the least certain."""
+"""Host time per operation, if small batches leave the card waiting: 10 to 18 us were measured with two H200s, so the
+time of such steps is the least certain."""
 _PROBE = 1024
-_SAME_NUMBER = "name the same number in both, or in one of them"
+_SAME_NUMBER = "give the same number in both, or only one of them"
 Precision = Literal["bf16", "fp16", "fp32"]
 
 
@@ -48,25 +48,25 @@ class Target:
     device: Literal["cpu", "cuda"]
     capability: tuple[int, int]
     budget_bytes: int
-    """Of one card, or of one process on the processor."""
+    """Bytes of one card, or of one CPU process."""
     rates: Rates | None
     host_bytes_per_second: float
     price_per_hour: float | None
     notes: tuple[str, ...]
     precision: Precision = "bf16"
     count: int = 1
-    """Of cards, or of processes on the processor."""
+    """Number of cards, or of CPU processes."""
     context_bytes: int = CONTEXT_BYTES
     margin: float = MARGIN
     margin_bytes: int = MARGIN_BYTES
     expandable: bool = True
-    """Whether the allocator's segments grow, as a worker sets it unless the user's own setting differs."""
+    """Whether the allocator's segments grow, which a worker enables unless the user's own setting differs."""
     has_liger: bool = True
-    """Assumed for a card in another machine."""
+    """Assumed to be true for a card in another machine."""
 
     def margin_of(self, reserved: int, small: int = 0) -> int:
-        """Beside what tensors take: on a CPU as measured for small models, and a share of large ones. `small`: the most
-        that small blocks take at once."""
+        """Returns the bytes to add to those of tensors: on a CPU the amount measured for small models, or a share of
+        large ones. `small`: the largest total of small blocks at one time."""
         share = int(reserved * self.margin) + self.margin_bytes
         if self.device == "cuda":
             return share
@@ -82,14 +82,15 @@ def find_target(
     nodes: int = 1,
     allocator: str | None = None,
 ) -> Target:
-    """`devices`: that the engine names, on each of `nodes`; `allocator`: the user's own setting, for this machine."""
+    """`devices`: the number that the engine names for each of `nodes`; `allocator`: the user's own setting, for this
+    machine."""
     if request.is_auto and machine.cards:
         found = _here(machine.cards[0], request, allocator)
     elif request.is_auto or request.is_cpu:
         found = _processor(request, machine)
     else:
         found = _named(request)
-    found = _for_devices(found, request, machine, devices)
+    found = for_devices(found, request, machine, devices)
     if nodes > 1:
         count = found.count * nodes
         name = found.name if found.device == "cpu" else f"{count}x{found.name.removeprefix(f'{found.count}x')}"
@@ -100,8 +101,8 @@ def find_target(
     return _with_precision(found, asked_precision)
 
 
-def _for_devices(target: Target, request: CardRequest, machine: Machine, devices: int | None) -> Target:
-    """Processes on a CPU share its memory; of the cards here the fullest sets the budget."""
+def for_devices(target: Target, request: CardRequest, machine: Machine, devices: int | None) -> Target:
+    """Processes on a CPU share its memory; the card here with the least free memory sets the budget."""
     if devices is None or devices == target.count:
         return target
     if target.count > 1:
@@ -109,13 +110,13 @@ def _for_devices(target: Target, request: CardRequest, machine: Machine, devices
         raise SpecError(problem, _SAME_NUMBER)
     if target.device == "cpu":
         notes = (*target.notes, f"{devices} processes share the memory and the cores of this machine")
-        shared = ("half_flops", "full_flops", "bytes_per_second")  # by processes that compute at the same time
+        shared = ("half_flops", "full_flops", "bytes_per_second")  # shared by processes that compute at the same time
         each = {name: getattr(target.rates, name) / devices for name in shared} if target.rates else {}
         rates, budget = target.rates and replace(target.rates, **each), target.budget_bytes // devices
         return replace(target, count=devices, budget_bytes=budget, rates=rates, notes=notes)
     if request.is_auto:
         if devices > len(machine.cards):
-            problem = f"engine.devices is {devices}, this machine has {len(machine.cards)}"
+            problem = f"engine.devices is {devices}, but this machine has {len(machine.cards)}"
             raise SpecError(problem, "lower it, or plan for other cards with --card")
         free = [card.free_bytes for card in machine.cards[:devices] if card.free_bytes is not None]
         target = replace(target, budget_bytes=int(min(free) * USABLE))
@@ -135,13 +136,13 @@ def _named(request: CardRequest) -> Target:
         rates=rates_of(kind) if kind else None,
         host_bytes_per_second=kind.host_bytes_per_second if kind else 12e9,
         price_per_hour=request.price_per_hour,
-        notes=() if kind else ("a size alone does not name a card's generation: bf16 and flash attention are assumed",),
+        notes=() if kind else ("a size alone names no generation of cards: bf16 and flash attention are assumed",),
     )
 
 
 def _here(card: Card, request: CardRequest, allocator: str | None) -> Target:
-    """What is free now is the budget; the processes that hold the rest are named. Where segments do not grow,
-    more memory is left in pieces that are too small; no other setting of the allocator is rehearsed."""
+    """The memory that is free now is the budget; the processes that hold the rest are named. If segments do not grow,
+    more memory is lost to fragments; no other allocator setting is rehearsed."""
     if card.free_bytes is None or card.memory_bytes is None:
         problem = f"the driver does not report how much memory {card.name} has free"
         raise UserError(problem, "name a budget: --card 24GiB")
@@ -166,8 +167,8 @@ def _here(card: Card, request: CardRequest, allocator: str | None) -> Target:
 
 
 def _processor(request: CardRequest, machine: Machine) -> Target:
-    """Rates by a product and a copy, each too large for the caches."""
-    resident = psutil.Process().memory_info().rss  # torch and transformers, as in a worker; before the probes
+    """Measures rates with a product and a copy, both too large for the caches."""
+    resident = psutil.Process().memory_info().rss  # torch and transformers, as in a worker; read before the probes
     a, b = torch.randn(_PROBE, _PROBE), torch.randn(16 << 20)
     flops = 2 * _PROBE**3 / min(timeit.repeat(lambda: a @ a, number=1))
     copied = 2 * b.numel() * 4 / min(timeit.repeat(b.clone, number=1)) / 0.8
@@ -201,7 +202,7 @@ def _with_precision(target: Target, asked: str) -> Target:
     is_cpu = target.device == "cpu"
     is_old = not is_cpu and target.capability < (8, 0)  # before Ampere
     if asked == "bf16" and is_old:
-        problem = f"precision: bf16 is asked for, but {target.name} does not support it"
+        problem = f"precision: bf16 is requested, but {target.name} does not support it"
         raise SpecError(problem, "set precision: fp16, fp32 or auto")
     match asked:
         case "bf16" | "fp16" | "fp32":
@@ -213,8 +214,8 @@ def _with_precision(target: Target, asked: str) -> Target:
         notes = ("a CPU computes fp16 more slowly than fp32", *notes)
     elif is_old:
         generation = f"{target.name} (compute capability {target.capability[0]}.{target.capability[1]})"
-        fp32, fp16 = "weights and products are fp32", "products are taken in fp16, with loss scaling"
-        kernel = "torch's memory-efficient kernel takes its place, with key and value heads repeated"
+        fp32, fp16 = "weights and products are fp32", "products are computed in fp16, with loss scaling"
+        kernel = "torch's memory-efficient kernel is used instead, with key and value heads repeated"
         notes = (
             f"{generation} has no bf16: {fp32 if precision == 'fp32' else fp16}",
             f"{generation} has no flash attention: {kernel}",
@@ -224,7 +225,7 @@ def _with_precision(target: Target, asked: str) -> Target:
 
 
 def devices_of(engine: Engine) -> int | None:
-    """Of one node; None where the card decides."""
+    """Returns the devices of one node; None if the card decides."""
     return 1 if isinstance(engine, Single) else engine.devices
 
 
@@ -233,7 +234,7 @@ def require_same_count(request: CardRequest, engine: Engine) -> None:
     if request.count == 1 or devices in (None, request.count):
         return
     if isinstance(engine, Single):
-        words, remedy = "engine.kind: single", "name one card, or an engine that takes several"
+        words, remedy = "engine.kind: single", "name one card, or an engine for several cards"
     else:
         words, remedy = f"engine.devices: {devices}", _SAME_NUMBER
     raise SpecError(f"card: {request.text} and {words} contradict each other", remedy)
@@ -244,7 +245,8 @@ def nodes_of(launcher: Launcher) -> int:
 
 
 def shardings_of(engine: Engine, count: int, *, can_divide: bool = True) -> tuple[Sharding, ...]:
-    """The mildest first; one where the spec has decided. `can_divide`: nothing is quantised or in blocks."""
+    """Returns the mildest sharding first; only one if the spec has decided. `can_divide`: nothing is quantised or in
+    blocks."""
     match engine:
         case AutoEngine():
             return ("none",) if count == 1 else ("ddp", "fsdp2") if can_divide else ("ddp",)
@@ -256,9 +258,9 @@ def shardings_of(engine: Engine, count: int, *, can_divide: bool = True) -> tupl
 
 
 def require_several(engine: Engine, count: int) -> None:
-    """`count`: of the devices on all nodes."""
+    """`count`: the number of devices on all nodes."""
     if count == 1 and isinstance(engine, Fsdp2 | DeepSpeed):
-        raise SpecError(f"engine.kind {engine.kind} divides over devices, and there is one", "set engine.kind: single")
+        raise SpecError(f"engine.kind {engine.kind} shards over devices, but there is one", "set engine.kind: single")
 
 
 def engine_of(sharding: Sharding, devices: int) -> Engine:
@@ -273,13 +275,13 @@ def engine_of(sharding: Sharding, devices: int) -> Engine:
 
 
 def decide_engine(asked: Engine, sharding: Sharding, devices: int, *, fits: bool) -> tuple[Engine, str]:
-    """What will run, and why. `devices`: of one node."""
+    """Returns the engine that will run, and why. `devices`: those of one node."""
     if not isinstance(asked, AutoEngine):
-        return asked, "asked for"
+        return asked, "requested"
     if sharding == "none":
         why = "one device"
     elif sharding == "ddp":
-        why = f"a whole copy fits on each of {devices} devices" if fits else "quantised weights cannot be divided"
+        why = f"a whole copy fits on each of {devices} devices" if fits else "quantised weights cannot be sharded"
     else:
         why = "a whole copy does not fit on one" if fits else "it needs the least, since nothing fits"
     return engine_of(sharding, devices), why

@@ -1,7 +1,7 @@
-"""The planning process: all that a plan needs torch for, so that a crash inside torch ends this process and not its
-caller, and the caller need not import torch.
+"""The planning process: does everything for which a plan needs torch, so that a crash inside torch ends only this
+process, and its caller need not import torch.
 
-It reads a job and its arguments from standard input, until its end, and answers with what the job returns or raises."""
+It reads jobs with their arguments from standard input until that ends, and answers with the job's result or error."""
 
 import faulthandler
 import json
@@ -28,6 +28,7 @@ from finefit.artifacts.forecasts import (
     RehearsalResult,
 )
 from finefit.custom.inputs import UNKNOWN_SIZE, meta_twin
+from finefit.custom.model import prove_custom_loadable
 from finefit.errors import FinefitError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import Machine, read_machine
@@ -39,7 +40,7 @@ from finefit.moe.dense import keep_tokenizer, require_same_config
 from finefit.plan.client import Job
 from finefit.plan.eval_memory import SharedRehearsals, largest_prompt_grids, make_eval_limits, step_config
 from finefit.plan.forecast import make_forecast
-from finefit.plan.stage_forecasts import AssumedImages, MixtureShape
+from finefit.plan.stage_forecasts import LongestPossibleImages, MixtureShape
 from finefit.plan.target import devices_of, find_target, nodes_of, require_same_count
 from finefit.rehearse.fake_model import read_config
 from finefit.spec.data import ImageLimits
@@ -49,13 +50,13 @@ from finefit.vision import auto_class, geometry_of, open_image_processor
 Report = Callable[[PlanningProgress], None]
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SIDE_STEP, _LARGEST_SIDE = 28, 4480
-"""Pixels of the square images that are tried."""
+"""Sides of the square images that are tried, in pixels."""
 _TOKENS_BESIDE_IMAGE = 2
-"""One before the image, and one to be answered."""
+"""One token before the image, and one token to answer."""
 
 
 def rehearse(request: RehearsalRequest, report: Report = lambda _: None) -> RehearsalResult:
-    """`report` is told of every candidate before it is rehearsed."""
+    """`report` is called with every candidate before it is rehearsed."""
     machine = read_machine()
     if request.visible is not None:
         cards = tuple(card for at, card in enumerate(machine.cards) if at in request.visible)
@@ -66,7 +67,7 @@ def rehearse(request: RehearsalRequest, report: Report = lambda _: None) -> Rehe
 
 
 def _notes_of(request: RehearsalRequest, report: Report) -> Iterator[Callable[[str], None]]:
-    """For each card: what tells the caller that one of its candidates is being rehearsed."""
+    """Yields for each card the function that reports the rehearsal of a candidate to the caller."""
     for number, card in enumerate(request.cards, 1):
 
         def note(doing: str, card: str = card, number: int = number) -> None:
@@ -93,7 +94,7 @@ def _forecasts(request: RehearsalRequest, machine: Machine, report: Report) -> l
 
 
 def _eval_limits(request: RehearsalRequest, machine: Machine, report: Report) -> list[dict[str, EvalBatchLimit]]:
-    """Of evaluations alone, on one card at a time; their items are shared over all cards."""
+    """Computes the limits of evaluations alone, for one card at a time; their items are divided over all cards."""
     spec, lengths = spec_from_json(request.spec), request.lengths
     prompt, grids = lengths.prompt or lengths.longest, largest_prompt_grids(lengths)
     found, shared = [], SharedRehearsals()
@@ -111,7 +112,7 @@ def _eval_limits(request: RehearsalRequest, machine: Machine, report: Report) ->
 
 
 def count_parameters(config: dict[str, Any]) -> ModelSize:
-    """On the meta device; tied tensors count once."""
+    """Counts on the meta device; tied tensors count once."""
     read = read_config(config)
     with torch.device("meta"):
         model = auto_class(read).from_config(read)
@@ -129,37 +130,40 @@ def count_parameters(config: dict[str, Any]) -> ModelSize:
 
 
 def fill_mixture_stub(folder: Path, dense: dict[str, Any], mixture: MixtureShape, tokenizer: Path | None) -> None:
-    """Which has the texts of the tokenizer already."""
+    """Fills a folder that already holds the tokenizer's text files."""
     config = moe_config(dense, num_experts=mixture.num_experts, top_k=mixture.top_k, shared=mixture.shared)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if tokenizer is not None:
-        keep_tokenizer(tokenizer, folder)  # which opens it with the mixture's config
+        keep_tokenizer(tokenizer, folder)  # this opens the tokenizer with the mixture's config
 
 
-def assume_images(config: dict[str, Any], tokenizer: Path | None, limits: ImageLimits, tokens: int) -> AssumedImages:
-    """In rows of `tokens` tokens, image tokens included: the largest square image that `max_pixels` allows; without
-    `max_pixels` one whose tokens fill half a row, or else the smallest. A model of kind shape has no processor and is
-    assumed not to scale images; a custom one gets them as they are, as many as it asks for, or one."""
+def longest_possible_images(
+    config: dict[str, Any], tokenizer: Path | None, limits: ImageLimits, tokens: int
+) -> LongestPossibleImages:
+    """Returns the images assumed in rows of `tokens` tokens, image tokens included: the largest square image that
+    `max_pixels` allows; without `max_pixels`, one whose tokens fill half a row, or else the smallest. A model of kind
+    shape has no processor and is assumed not to scale images; a custom model gets them unscaled, as many as it
+    requests, or one."""
     if (source := custom_source_in(config)) is not None:
         twin = meta_twin(source)
         count = (1 if twin.views is None else twin.views) if twin.has_vision else 0
         width, height = UNKNOWN_SIZE
         images = "an image" if count == 1 else f"{count} images"
         note = f", each with {images} of {width} x {height} pixels" if count else ""
-        return AssumedImages(grids=(UNKNOWN_SIZE,) * count, note=note)
+        return LongestPossibleImages(grids=(UNKNOWN_SIZE,) * count, note=note)
     geometry = geometry_of(config)
     if geometry is None:
-        return AssumedImages()
+        return LongestPossibleImages()
     processor = None if tokenizer is None else open_image_processor(tokenizer, config, limits)
     largest = _LARGEST_SIDE if limits.max_pixels is None else math.isqrt(limits.max_pixels)
     sides = (*range(_SIDE_STEP, largest, _SIDE_STEP), largest)
     grids = [geometry.square_grid(side) if processor is None else processor.grid((side, side)) for side in sides]
     fitting = [grid for grid in grids if geometry.num_tokens(grid) <= tokens - _TOKENS_BESIDE_IMAGE]
     if not fitting:
-        return AssumedImages(note=f", without images: none fits into {tokens:,} tokens")
+        return LongestPossibleImages(note=f", without images: none fits into {tokens:,} tokens")
     small = [grid for grid in fitting if limits.max_pixels is not None or 2 * geometry.num_tokens(grid) <= tokens]
     grid = max(small or fitting[:1], key=geometry.num_tokens)
-    return AssumedImages(grids=(grid,), note=f", each with an image of {geometry.num_tokens(grid):,} tokens")
+    return LongestPossibleImages(grids=(grid,), note=f", each with an image of {geometry.num_tokens(grid):,} tokens")
 
 
 JOBS: dict[Job, Callable[..., object]] = {
@@ -167,17 +171,18 @@ JOBS: dict[Job, Callable[..., object]] = {
     "count_parameters": count_parameters,
     "fill_mixture_stub": fill_mixture_stub,
     "require_same_config": require_same_config,
-    "assume_images": assume_images,
+    "longest_possible_images": longest_possible_images,
     "prove_loadable": prove_loadable,
+    "prove_custom_loadable": prove_custom_loadable,
 }
 
 
 def main() -> None:
     faulthandler.enable()
     quiet()
-    warnings.simplefilter("ignore")  # of transformers, about a config that nobody loads
+    warnings.simplefilter("ignore")  # transformers warns about a config that nobody loads
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is not an answer
+    os.dup2(2, 1)  # output that a library prints must not be read as an answer
 
     def say(answer: object) -> None:
         pickle.dump(answer, answers)

@@ -7,7 +7,7 @@ from finefit.errors import FinefitError
 
 LEVELS = ("error", "warning", "note")
 StageFinding = tuple[str | None, Finding]
-"""With the name of its stage; None where it is about the whole run."""
+"""A finding with the name of its stage; None if it is about the whole run."""
 
 
 def error(problem: str, remedy: str) -> Finding:
@@ -23,12 +23,12 @@ def note(problem: str, remedy: str = "") -> Finding:
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Errors first, then warnings, then notes."""
+    """Sorts errors first, then warnings, then notes."""
     return tuple(sorted(findings, key=lambda finding: LEVELS.index(finding.level)))
 
 
 def require_no_errors(findings: Iterable[StageFinding], kind: type[FinefitError]) -> None:
-    """Raises all errors among them as one."""
+    """Raises all errors among the findings as one."""
     errors = [(name, finding) for name, finding in findings if finding.level == "error"]
     if errors:
         problems = (finding.problem if name is None else f"stage {name}: {finding.problem}" for name, finding in errors)

@@ -14,7 +14,7 @@ from finefit.data.overlap import SAMPLE_ROWS, Overlap, OverlapIndex, common_wind
 from finefit.data.rows import Row, is_asked, read_items
 from finefit.data.sources import LEFT_OUT, SourceReader, open_source, sampled_rows
 from finefit.errors import DataError
-from finefit.model.resolve_model import model_outline
+from finefit.model.resolve_model import read_stub
 from finefit.plan.prepared_data import PreparedData
 from finefit.preflight import error, in_order, note, require_no_errors, warning
 from finefit.spec.data import Source
@@ -41,9 +41,9 @@ def rows_can_be_used(found: Preparation, spec: Spec) -> Iterator[Finding]:
 
 
 def fix_or_drop(fault: RowProblem) -> str:
-    """Whatever is wrong with rows, they can be left out."""
+    """Rows can always be left out, whatever is wrong with them."""
     before = fault.remedy and fault.remedy + ("\nor " if "\n" in fault.remedy else ", or ")
-    return f"{before}set data.bad_rows: drop to leave them out, counted"
+    return f"{before}set data.bad_rows: drop to drop and count them"
 
 
 def rows_fit_the_budget(found: Preparation, spec: Spec) -> Iterator[Finding]:
@@ -56,7 +56,7 @@ def rows_fit_the_budget(found: Preparation, spec: Spec) -> Iterator[Finding]:
 
 def few_rows_are_lost(found: Preparation, spec: Spec) -> Iterator[Finding]:
     data = spec.data
-    reported = {"unusable": data.bad_rows, "too long": data.too_long}  # as errors, unless dropped on request
+    reported = {"unusable": data.bad_rows, "too long": data.too_long}  # reported as errors, unless dropped on request
     for source in found.sources:
         reasons = [why for why in source.dropped if why not in LEFT_OUT and reported.get(why) != "error"]
         lost = sum(source.dropped[why] for why in reasons)
@@ -73,7 +73,7 @@ def few_rows_are_lost(found: Preparation, spec: Spec) -> Iterator[Finding]:
 
 
 def prompts_keep_most_of_their_text(found: Preparation, _: Spec) -> Iterator[Finding]:
-    """Few rows may lose much."""
+    """Few rows may lose much of their text."""
     for source in found.sources:
         whole = source.tokens + source.cut_tokens
         if whole and source.cut_tokens > _CUT_SHARE * whole:
@@ -101,8 +101,8 @@ def something_is_learnt(found: Preparation, spec: Spec) -> Iterator[Finding]:
     rows = found.lengths.num_rows or 0
     if rows < spec.global_batch:
         step = f"a step takes {spec.global_batch:,} (global_batch): every step is a whole epoch"
-        problem = f"train has {rows:,} {'row' if rows == 1 else 'rows'}, and {step}"
-        yield warning(problem, f"--set global_batch={max(1, rows // 4)}, or take more rows")
+        problem = f"train has {rows:,} {'row' if rows == 1 else 'rows'}, but {step}"
+        yield warning(problem, f"--set global_batch={max(1, rows // 4)}, or add rows")
 
 
 def splits_are_disjoint(found: Preparation, spec: Spec) -> Iterator[Finding]:
@@ -111,10 +111,9 @@ def splits_are_disjoint(found: Preparation, spec: Spec) -> Iterator[Finding]:
     for fault in _faults(found, "overlap"):
         is_our_split = fault.split == "validation" and share is not None  # finefit chose these rows, not the user
         rows = "row" if fault.count == 1 else "rows"
-        problem = (
-            f"{fault.split} shares {fault.count:,} {rows} with what the model is trained or chosen on:\n{_lines(fault)}"
-        )
-        remedy = "remove them from one side, or set data.overlap: drop to take them out of train, or warn to ignore it"
+        shared = f"{fault.split} shares {fault.count:,} {rows} with the rows on which the model is trained or selected"
+        problem = f"{shared}:\n{_lines(fault)}"
+        remedy = "remove them from one side, or set data.overlap: drop to remove them from train, or warn to ignore it"
         yield warning(problem, remedy) if spec.data.overlap == "warn" or is_our_split else error(problem, remedy)
 
 
@@ -125,29 +124,38 @@ def train_has_no_duplicates(found: Preparation, _: Spec) -> Iterator[Finding]:
 
 
 def texts_hold_no_control_tokens(found: Preparation, _: Spec) -> Iterator[Finding]:
-    """A message with an end-of-turn token forges the turn of somebody else."""
+    """A message with an end-of-turn token can inject another speaker's turn."""
     for fault in _faults(found, "special token"):
         problem = f"the tokenizer reads text of {_rows(fault)} as control tokens:\n{_lines(fault)}"
-        yield warning(problem, "write these tokens differently, unless they are meant as such")
+        yield warning(problem, "write these tokens differently, unless they are meant as control tokens")
 
 
 def placeholders_are_filled_in(found: Preparation, _: Spec) -> Iterator[Finding]:
-    """A model that is trained on `I am {{name}}` says just that."""
+    """A model that is trained on `I am {{name}}` says exactly that."""
     for fault in _faults(found, "placeholder"):
         verb = "contains" if fault.count == 1 else "contain"
-        problem = f"{_rows(fault)} {verb} literal placeholders, which are trained and scored as they stand:"
+        problem = f"{_rows(fault)} {verb} literal placeholders, which are trained and scored as they are:"
         remedy = "replace them with what they stand for, for instance with sed, unless the rows are about templates"
         yield warning(f"{problem}\n{_lines(fault)}", remedy)
 
 
+def recordings_are_not_asked_about(found: Preparation, _: Spec) -> Iterator[Finding]:
+    """A model that cannot hear answers a question about `<audio>` without what it is about."""
+    for fault in _faults(found, "medium"):
+        verb = "marks" if fault.count == 1 else "mark"
+        problem = f"the prompts of {_rows(fault)} {verb} audio or video, which is not part of them:"
+        remedy = "leave these rows out, unless they only speak of the mark, as of HTML"
+        yield warning(f"{problem}\n{_lines(fault)}", remedy)
+
+
 def preparation_is_reported(found: Preparation, _: Spec) -> Iterator[Finding]:
-    """What was repaired or chosen, and padding with the token that ends an answer: finefit supervises by position, so
-    the end is learnt anyway, but other programs mask by token."""
+    """Reports repairs and choices, and padding with the token that ends an answer: finefit supervises by position, so
+    the end is learned anyway, but other programs mask by token."""
     for fault in _faults(found, "repaired"):
-        yield note(f"{_rows(fault)} repaired, as data.task asks:\n{_lines(fault)}")
+        yield note(f"{_rows(fault)} repaired, as requested by data.task:\n{_lines(fault)}")
     yield from map(note, found.notes)
     if found.pad_is_end:
-        problem = "the tokenizer pads with a token that ends an answer; finefit supervises the end all the same"
+        problem = "the tokenizer pads with a token that ends an answer; finefit still supervises the end"
         yield note(problem, "programs that mask padding by its token would never teach the model to stop")
 
 
@@ -157,7 +165,7 @@ QUESTION_CHECKS: tuple[Check, ...] = (
     few_rows_are_lost,
     prompts_keep_most_of_their_text,
 )
-"""Of rows that are only answered."""
+"""Checks of rows that are only answered."""
 CHECKS: tuple[Check, ...] = (
     *QUESTION_CHECKS,
     something_is_learnt,
@@ -165,17 +173,18 @@ CHECKS: tuple[Check, ...] = (
     train_has_no_duplicates,
     texts_hold_no_control_tokens,
     placeholders_are_filled_in,
+    recordings_are_not_asked_about,
     preparation_is_reported,
 )
 
 
 def check_data(found: Preparation, spec: Spec, *, embeddings: int | None) -> tuple[Finding, ...]:
-    """`embeddings`: rows of the model's embedding table, where known."""
+    """`embeddings`: rows of the model's embedding table, if known."""
     findings = [finding for check in CHECKS for finding in check(found, spec)]
     if embeddings is not None and found.largest_token >= embeddings:
-        rows = f"the rows hold token {found.largest_token:,}, the model has embeddings for {embeddings:,}"
+        rows = f"the rows contain token {found.largest_token:,}, but the model has embeddings for {embeddings:,}"
         problem = f"{rows}: tokens were added without resizing the embeddings"
-        remedy = "take the tokenizer that belongs to the model, or resize its embeddings and save it"
+        remedy = "use the tokenizer that belongs to the model, or resize its embeddings and save it"
         findings.append(error(problem, remedy))
     return in_order(findings)
 
@@ -194,7 +203,7 @@ def _lines(fault: RowProblem) -> str:
 
 
 def data_findings(spec: Spec, base: Path, prepared: PreparedData) -> tuple[Finding, ...]:
-    config = model_outline(spec.model, base).config
+    config = read_stub(spec.model, base).config
     inner = config.get("text_config")
     embeddings = (inner if isinstance(inner, dict) else config).get("vocab_size")
     found = check_data(prepared.record, spec, embeddings=embeddings if isinstance(embeddings, int) else None)
@@ -212,7 +221,7 @@ def data_findings(spec: Spec, base: Path, prepared: PreparedData) -> tuple[Findi
 def unreadable_references(
     evaluations: Iterable[Evaluation], rows: Sequence[Row], *, form: Form | None, base: Path
 ) -> tuple[Finding, ...]:
-    """References that their task cannot read are found now, not after the training."""
+    """Finds references that their task cannot read before the training, not after it."""
     faults = []
     for one in evaluations:
         if isinstance(one.task, LmEval):
@@ -238,8 +247,8 @@ def long_references(evaluations: Iterable[Evaluation], rows: Sequence[Row]) -> I
         num_long = sum(min(map(len, (row.answer, *row.references))) > _LONG_REFERENCE for row in asked)
         if 2 * num_long > len(asked):
             long = f"{num_long:,} of {len(asked):,} references have more than {_LONG_REFERENCE} characters"
-            problem = f"{one.label} compares whole answers, and {long}: an answer in other words scores 0"
-            other = "where only the end of an answer counts, such as its last number, use a task file of your own"
+            problem = f"{one.label} compares whole answers, and {long}: a correct answer in different words scores 0"
+            other = "if only the end of an answer counts, such as its last number, use a task file of your own"
             yield warning(problem, f"use rouge or chrf for long texts; {other} (docs/evaluation.md has one)")
 
 
@@ -256,9 +265,9 @@ def find_leaks(
     turns: Literal["all", "last"] = "all",
     form: Form | None = None,
 ) -> tuple[Overlap, ...]:
-    """For each asked row that is trained on, the first training row that holds it. Rows are compared as they are read:
-    none is rendered, cut or left out for its length. `turns`: the answers that are trained on; `form`: what both are
-    built with."""
+    """Returns, for each test row that is trained on, the first training row that contains it. Rows are compared as they
+    are read: none is rendered, cut or dropped for its length. `turns`: the answers that are trained on; `form`: how
+    both are built."""
 
     def reader(source: Source, split: str) -> SourceReader:
         return replace(open_source(source, base, split=split), build=row_builder(form, base=base))

@@ -7,13 +7,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from finefit.artifacts.records import Finding
+from finefit.facts.converters import CONVERTERS, install_command
 from finefit.facts.files import Disk
 from finefit.facts.machine import Machine, Power, TorchView
 from finefit.facts.nvml import Card
 from finefit.preflight import error, in_order, note, warning
 
 LOW_DISK_BYTES = 2 * 2**30
-"""More than the smallest shipped run takes."""
+"""More than the smallest shipped run needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class MachineFacts:
     disks: tuple[Disk, ...]
     power: Power
     requirements: tuple[str, ...] | None
-    """finefit's declared requirements; None where it is not installed."""
+    """finefit's declared requirements; None if it is not installed."""
 
 
 OPTIONAL = {
@@ -31,15 +32,18 @@ OPTIONAL = {
     "liger-kernel": ("fused kernels on a CUDA card", "pip install 'finefit[gpu]'"),
     "bitsandbytes": ("4-bit and 8-bit weights and optimizers on a CUDA card", "pip install 'finefit[gpu]'"),
     "deepspeed": ("sharding over several cards by DeepSpeed", "pip install 'finefit[deepspeed]'"),
+    "cyllama": ("GGUF: quantising, proving and chatting", "pip install 'finefit[gguf]'"),
+    "xllamacpp": ("the proof of an adapter in GGUF", "pip install 'finefit[gguf]'"),
+    **dict.fromkeys(CONVERTERS, ("the conversion to GGUF", install_command())),
     "matplotlib": ("plots in reports and comparisons", "pip install 'finefit[plots]'"),
     "trl": ("finefit's own tests, which compare losses with it", "pip install 'finefit[dev]'"),
     "datasets": ("finefit's own tests", "pip install 'finefit[dev]'"),
 }
-"""By package: what it is for, and the command that installs it."""
+"""By package: its purpose, and the command that installs it."""
 
 
 def packages_are_installed(found: MachineFacts) -> Iterator[Finding]:
-    """In finefit's declared ranges; without them, in any version."""
+    """Checks finefit's declared ranges; without them, any version."""
     if found.requirements is None:
         problem = "finefit is not installed but imported from a folder, so the versions that it needs are unknown"
         yield warning(problem, "pip install -e . in finefit's folder")
@@ -56,18 +60,18 @@ def packages_are_installed(found: MachineFacts) -> Iterator[Finding]:
             yield (error if is_required else warning)(problem, f"pip install '{wanted}'")
     for name, (purpose, command) in OPTIONAL.items():
         if found.machine.versions.get(name) is None:
-            yield note(f"{name} is not installed: it is for {purpose}", command)
+            yield note(f"{name} is not installed; it is used for {purpose}", command)
 
 
 def torch_sees_the_cards(found: MachineFacts) -> Iterator[Finding]:
-    """The classic mistake: a card is there, torch cannot use it, and training silently runs on the CPU."""
+    """The classic mistake: there is a card, torch cannot use it, and training silently runs on the CPU."""
     cards, torch, version = found.machine.cards, found.torch, found.machine.versions.get("torch")
-    if torch.problem is not None and version is not None:  # a missing torch is a finding of its own
+    if torch.problem is not None and version is not None:  # a missing torch is reported separately
         yield error(f"torch cannot be imported: {torch.problem}", "pip install --force-reinstall torch")
     if torch.problem is not None or any(device.name.startswith("cuda") for device in torch.devices):
         return
     if found.machine.cards_problem is not None:
-        remedy = "fix the driver, often by a restart; on a machine without a card nothing is to be done"
+        remedy = "fix the driver, often by a restart; ignore this on a machine without a GPU"
         yield warning(found.machine.cards_problem, remedy)
     if not cards:
         return
@@ -91,8 +95,8 @@ def devices_run_kernels(found: MachineFacts) -> Iterator[Finding]:
 
 
 def cuda_torch_command(card: Card) -> str:
-    """The usual build is for CUDA 13 (driver 580, from Turing on); every release has one for CUDA 12.6 too (driver 525,
-    up to Hopper)."""
+    """The usual build is for CUDA 13 (driver 580, from Turing on); every release also has one for CUDA 12.6 (driver
+    525, up to Hopper)."""
     major = card.driver.partition(".")[0]
     driver = int(major) if major.isdigit() else 0
     capability = float(card.compute_capability or "8.0")  # unknown: both builds serve Ampere, so the driver decides
@@ -110,7 +114,8 @@ def disk_and_power_last(found: MachineFacts) -> Iterator[Finding]:
             problem = f"the {disk.use} ({disk.path}) has only {disk.free_bytes:,} bytes free"
             yield warning(problem, "free some space, or work on another disk")
     if found.power.on_battery:
-        problem = f"the machine runs on battery ({found.power.percent:.0f} %): it is slower, and will stop"
+        battery = f"the machine runs on battery ({found.power.percent:.0f} %)"
+        problem = f"{battery}: the run is slower, and stops when the battery is empty"
         yield warning(problem, "plug it in")
 
 

@@ -1,5 +1,6 @@
-"""The forecast of a training on this machine, and checks of it: one function per check. No weight is loaded."""
+"""The forecast of a training on this machine, and its checks: one function per check. No weights are loaded."""
 
+import importlib.util
 import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping
@@ -10,11 +11,13 @@ from typing import Any
 from finefit.artifacts.forecasts import Forecast, Lengths, grouped_names
 from finefit.artifacts.records import Finding, Levers
 from finefit.data.order import steps_per_epoch
-from finefit.errors import SpecError
+from finefit.errors import MissingPackage, SpecError
 from finefit.facts.cards import CardKind, find_kind, parse_card
 from finefit.facts.machine import Machine, read_machine, read_version
+from finefit.facts.servers import VLLM_RANKS, vllm_rank
 from finefit.plan.client import forecast
 from finefit.plan.resolve import device_of
+from finefit.plan.stage_forecasts import Forecaster
 from finefit.plan.target import require_same_count
 from finefit.preflight import error, in_order, note, warning
 from finefit.spec.models import Lora, ShapeModel
@@ -31,9 +34,9 @@ _OPTIONAL = (
 
 
 def forecast_here(spec: Spec, base: Path, lengths: Lengths, machine: Machine, *, nodes: int | None = None) -> Forecast:
-    """On the device that a run gets on this machine. Of a card that the spec names only the size counts, as a limit."""
+    """Forecasts for the device that a run gets on this machine. A card that the spec names only limits the memory."""
     asked, device = parse_card(spec.card), device_of(spec, machine)
-    if asked.count > 1:  # the spec's card gives only the number of cards that a run takes here
+    if asked.count > 1:  # the spec's card only gives the number of cards that a run uses here
         if device != "cuda":
             problem = f"card: {spec.card} means {asked.count} cards, but this run uses the CPU"
             raise SpecError(problem, f"set card: cpu and engine.devices: {asked.count}")
@@ -46,8 +49,9 @@ def forecast_here(spec: Spec, base: Path, lengths: Lengths, machine: Machine, *,
     return found
 
 
-def forecaster_here(spec: Spec, base: Path, lengths: Lengths) -> tuple[Forecast, ...]:
-    return (forecast_here(spec, base, lengths, read_machine()),)
+def forecaster_here(nodes: int | None = None) -> Forecaster:
+    """`nodes`: that ranks were started on already."""
+    return lambda spec, base, lengths: (forecast_here(spec, base, lengths, read_machine(), nodes=nodes),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +65,7 @@ class TrainingFacts:
 
     @classmethod
     def read(cls, spec: Spec, forecast: Forecast, base: Path) -> "TrainingFacts":
-        absent = frozenset(name for name in _OPTIONAL if read_version(name) is None)
+        absent = frozenset(name for name in _OPTIONAL if not _is_installed(name))
         return cls(spec=spec, forecast=forecast, absent=absent, engine_config=user_config(spec.engine, base))
 
     @property
@@ -78,7 +82,12 @@ def model_has_weights(found: TrainingFacts) -> Iterator[Finding]:
         yield error("a model of kind shape has no weights to train", "plan it, or name a model that has weights")
 
 
-def packages_are_installed(found: TrainingFacts) -> Iterator[Finding]:
+def _is_installed(package: str) -> bool:
+    return read_version(package) is not None and importlib.util.find_spec(package.replace("-", "_")) is not None
+
+
+def require_packages(found: TrainingFacts) -> None:
+    """Raises all that are missing at once: what to install is no matter of judgement, as a finding is."""
     spec, is_gpu, gpu = found.spec, not found.is_cpu, "pip install 'finefit[gpu]'"
     needed: list[tuple[str, str, str]] = []  # the setting that needs it, the package, the remedy
     if found.forecast.levers.kernels == "fused" and is_gpu:
@@ -94,18 +103,22 @@ def packages_are_installed(found: TrainingFacts) -> Iterator[Finding]:
         needed.append(("launcher.kind slurm", "submitit", "pip install submitit, or set launcher.kind: local"))
     remedy = "pip install 'finefit[lm-eval]', or leave it out of evaluate"
     needed += [(f"evaluate {one.label}", "lm-eval", remedy) for one in spec.evaluate if isinstance(one.task, LmEval)]
-    for key, package, remedy in needed:
-        if package in found.absent:
-            yield error(f"{key} needs {package}, which is not installed", remedy)
-    for tracker in spec.trackers:
+    if missing := [one for one in needed if one[1] in found.absent]:
+        problems = [f"{key} needs {package}, which is not installed" for key, package, _ in missing]
+        raise MissingPackage("\n".join(problems), "\n".join(dict.fromkeys(remedy for *_, remedy in missing)))
+
+
+def trackers_are_installed(found: TrainingFacts) -> Iterator[Finding]:
+    """None of them can stop a run."""
+    for tracker in found.spec.trackers:
         if tracker.kind in found.absent:
-            problem = f"trackers: {tracker.kind} is not installed, so the run goes on without it"
+            problem = f"trackers: {tracker.kind} is not installed, so the run continues without it"
             yield warning(problem, f"pip install {tracker.kind}, or leave it out of trackers")
 
 
 @dataclass(frozen=True, slots=True)
 class _EngineSettings:
-    """As the stage will have them."""
+    """The settings that the stage will have."""
 
     engine: Engine
     optimizer: AdamW
@@ -116,7 +129,7 @@ class _EngineSettings:
 
 
 def engine_supports_the_spec(found: TrainingFacts) -> Iterator[Finding]:
-    """With the levers that the forecast chose. The spec decides; a DeepSpeed file that differs would be ignored."""
+    """Checks the levers that the forecast chose. The spec decides; a DeepSpeed file that differs would be ignored."""
     spec, forecast, own = found.spec, found.forecast, dict(found.engine_config)
     yield from engine_problems(forecast.engine, spec.tuning, spec.optimizer, forecast.levers)
     if not isinstance(forecast.engine, DeepSpeed):
@@ -130,7 +143,7 @@ def engine_supports_the_spec(found: TrainingFacts) -> Iterator[Finding]:
         own = {key: value for key, value in own.items() if key not in ("bf16", "fp16")}
     decided = forecast.engine, spec.optimizer, forecast.levers, precision, spec.global_batch, forecast.devices
     for line in config_contradictions(_EngineSettings(*decided), own):
-        yield error(f"engine.config contradicts the spec: {line}", 'take it out, or write "auto"; the spec decides')
+        yield error(f"engine.config contradicts the spec: {line}", 'remove it, or write "auto"; the spec decides')
 
 
 def optimizer_can_update(found: TrainingFacts) -> Iterator[Finding]:
@@ -141,10 +154,10 @@ def optimizer_can_update(found: TrainingFacts) -> Iterator[Finding]:
     if spec.levers == "auto" or spec.levers.update != "inside":
         return
     if spec.optimizer.clip is not None:
-        problem = f"levers.update: inside cannot clip, and optimizer.clip is {spec.optimizer.clip:g}"
+        problem = f"levers.update: inside cannot clip, but optimizer.clip is {spec.optimizer.clip:g}"
         yield error(problem, "--set optimizer.clip=null, or --set levers.update=after")
     if accumulation > 1:
-        problem = f"levers.update: inside needs the whole step in one micro-batch, and it has {accumulation}"
+        problem = f"levers.update: inside needs the whole step in one micro-batch, but it has {accumulation}"
         yield error(problem, "--set levers.update=after, or a smaller global_batch")
     if kind != "adamw":
         why = "whose kernel skips values that are not finite"
@@ -171,21 +184,21 @@ def every_process_has_rows(found: TrainingFacts) -> Iterator[Finding]:
     rows = min(batch, found.forecast.lengths.num_rows or batch)
     if rows < devices:
         problem = f"a step has {rows} rows for {devices} processes: {devices - rows} of them only wait"
-        yield warning(problem, f"set global_batch to {devices} or more, or take {rows} devices")
+        yield warning(problem, f"set global_batch to {devices} or more, or use {rows} devices")
 
 
 def gradients_reach_every_trained_tensor(found: TrainingFacts) -> Iterator[Finding]:
-    """A tensor without a gradient stays as it began, and the loss does not show it. A frozen adapter is not among the
-    trained tensors, so no gradient is missing."""
+    """A tensor without a gradient keeps its initial value, and the loss does not show it. A frozen adapter is not among
+    the trained tensors, so no gradient is missing."""
     gradients = found.forecast.gradients
     if gradients.unreached:
         names = ", ".join(grouped_names(gradients.unreached))
         count = f"{len(gradients.unreached):,} of {gradients.trainable:,}"
-        unknown = "look for what cuts them off in the model's forward, or leave them out of tuning.targets"
+        unknown = "find out what cuts them off in the model's forward, or leave them out of tuning.targets"
         yield error(f"no gradient reaches {count} trained tensors: {names}", ". ".join(gradients.causes) or unknown)
     if gradients.frozen:
         problem = f"adapters are attached but not trained: {', '.join(gradients.frozen)}"
-        yield error(problem, "leave their requires_grad on")
+        yield error(problem, "keep their requires_grad on")
 
 
 def memory_fits(found: TrainingFacts) -> Iterator[Finding]:
@@ -194,17 +207,18 @@ def memory_fits(found: TrainingFacts) -> Iterator[Finding]:
         return
     place = f"{forecast.peak_instant} in {forecast.peak_module}" if forecast.peak_module else forecast.peak_instant
     needed = f"a step needs {forecast.peak_bytes:,} bytes at its peak ({place})"
-    larger = "take a larger card, a smaller model, or lower data.max_tokens"
+    larger = "use a larger card or a smaller model, or lower data.max_tokens"
     remedy = f"no lever is enough: {larger} (now {max_tokens:,})"
     if fitting := next((suggestion for suggestion in forecast.suggestions if suggestion.fits), None):
         options = " ".join(f"--set {shlex.quote(change)}" for change in fitting.changes)
         remedy = f"{options} ({fitting.peak_bytes:,} bytes; {fitting.price})"
-    yield error(f"{needed}, {forecast.card} has {forecast.budget_bytes:,} to give", remedy)
+    yield error(f"{needed}, but {forecast.card} has {forecast.budget_bytes:,} available", remedy)
 
 
 def run_is_long_enough(found: TrainingFacts) -> Iterator[Finding]:
-    """For its warm-up, of which one step has the whole learning rate already; for a save and a validation before its
-    end, which is always saved, and every save validates; and for every row."""
+    """Checks that a run is longer than its warm-up, long enough for a save and a validation before its end (the end is
+    always saved, and every save validates), and sees every row. One step of the warm-up already has the full learning
+    rate."""
     spec, total, num_rows = found.spec, found.forecast.total_steps, found.forecast.lengths.num_rows
     epoch = None if num_rows is None else steps_per_epoch(num_rows, spec.global_batch)
     asked, steps = spec.schedule.warmup, spec.schedule.steps
@@ -216,10 +230,10 @@ def run_is_long_enough(found: TrainingFacts) -> Iterator[Finding]:
     seldom = "the validation loss is only computed when the run is saved"
     validates = spec.validation.every if spec.data.validation is not None else None
     for key, every, effect in (("save.every", spec.save.every, lost), ("validate.every", validates, seldom)):
-        # how long a run takes is an estimate, so minutes are never reported
+        # the duration of a run is an estimate, so minutes are never reported
         due = {"steps": every.count, "epoch": epoch, "minutes": None}[every.unit] if every is not None else None
         if total is not None and due is not None and due > total:
-            problem = f"{key} is {every}, the run has {total}: {effect}"
+            problem = f"{key} is {every}, but the run has {total}: {effect}"
             yield warning(problem, f"--set {key}='{max(1, total // 4)} steps'")
     if steps is not None and num_rows and epoch is not None and steps < epoch:
         seen = steps * spec.global_batch
@@ -228,9 +242,23 @@ def run_is_long_enough(found: TrainingFacts) -> Iterator[Finding]:
         yield note(problem, f"--set schedule.steps={epoch} sees every row once")
 
 
+def adapter_is_servable(found: TrainingFacts) -> Iterator[Finding]:
+    """As it is; merged into its model every adapter is. What only the finished adapter shows, its export says."""
+    tuning = found.spec.tuning
+    if not isinstance(tuning, Lora):
+        return
+    remedy = "`finefit export --to merged` will make a whole model for them"
+    if tuning.dora:
+        yield note("tuning.dora: vLLM and SGLang do not load DoRA adapters", remedy)
+    elif vllm_rank(tuning.rank) is None:
+        yield note(f"tuning.rank {tuning.rank}: vLLM loads adapters of rank {VLLM_RANKS[-1]} at most", remedy)
+    elif tuning.rank_stabilised:
+        yield note("tuning.rank_stabilised: SGLang would scale the adapter by alpha / rank; vLLM does not", remedy)
+
+
 CHECKS: tuple[Callable[[TrainingFacts], Iterator[Finding]], ...] = (
     model_has_weights,
-    packages_are_installed,
+    trackers_are_installed,
     engine_supports_the_spec,
     optimizer_can_update,
     precision_suits_the_device,
@@ -238,6 +266,7 @@ CHECKS: tuple[Callable[[TrainingFacts], Iterator[Finding]], ...] = (
     gradients_reach_every_trained_tensor,
     memory_fits,
     run_is_long_enough,
+    adapter_is_servable,
 )
 
 

@@ -12,8 +12,8 @@ _FOLDER = Path(__file__).resolve().parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A folder with a spec.yaml, whose first comment says what it is for, and its rows. A folder may hold several specs
-    that share a base.yaml; each is a recipe by the names of folder and file, amr/mtup2."""
+    """A folder with rows and a spec.yaml, whose first comment says what the recipe is for. A folder may contain several
+    specs that share a base.yaml; each is a recipe named after folder and file, such as amr/mtup2."""
 
     name: str
     purpose: str

@@ -1,1 +1,1 @@
-"""The real step on fake tensors: allocation events, gradient map, costs, and the allocator's answer to them."""
+"""Runs the real step on fake tensors: allocation events, gradient map, costs, and a replay of the allocator."""

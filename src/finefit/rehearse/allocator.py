@@ -1,11 +1,11 @@
-"""What torch's CUDA caching allocator reserves for a stream of allocations, on a card that has room for them.
+"""Replays a stream of allocations as torch's CUDA caching allocator would, and returns what it reserves on a card with
+enough memory.
 
 The rules are those of torch 2.11 to 2.13 on one stream with default settings: requests up to 1 MiB come from the small
-pool, the rest from the large one; the best fitting free block is taken and split; freed blocks join their neighbours.
-An expandable pool is one address range that grows at its end by whole pages; otherwise a pool is a set of segments of
-fixed size. What a card does when it is full (cached memory goes back to it) is not needed: a plan compares the peak of
-what is reserved with the card.
-"""
+pool, the rest from the large one; the best fitting free block is taken and split; freed blocks merge with their
+neighbours. An expandable pool is one address range that grows at its end by whole pages; otherwise a pool is a set of
+segments of fixed size. The behaviour of a full card (cached memory is returned to it) is not needed: a plan compares
+the peak of reserved memory with the card."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
@@ -27,11 +27,11 @@ class Replay:
     """The allocator's answer to a stream of events."""
 
     allocated_bytes: int
-    """Peak of the sum of live blocks, as `torch.cuda.max_memory_allocated` counts it."""
+    """Peak of the sum of live blocks, as counted by `torch.cuda.max_memory_allocated`."""
     reserved_bytes: int
-    """Peak of the memory held from the card, as `torch.cuda.max_memory_reserved` counts it."""
+    """Peak of the memory held from the card, as counted by `torch.cuda.max_memory_reserved`."""
     peak_at: int
-    """The first event at which allocated stood at its peak."""
+    """The first event at which allocated memory is at its peak."""
 
 
 def replay(events: Iterable[Event], *, expandable: bool = True) -> Replay:
@@ -74,15 +74,15 @@ class _Pool:
 
     def __init__(self, page_bytes: int, kept_bytes: int, *, is_expandable: bool) -> None:
         self.page_bytes, self.is_expandable = page_bytes, is_expandable
-        self.kept_bytes = kept_bytes  # a remainder up to this stays with the block
+        self.kept_bytes = kept_bytes  # a remainder of at most this size stays with the block
         self.free_sizes: list[tuple[int, int]] = []  # (size, address) of the free blocks
-        self.at: dict[int, _Block] = {}  # the same by address
-        self.end = 0  # all that is reserved; a card's addresses may order equal blocks of fixed segments otherwise
-        self.last: _Block | None = None  # where an expandable pool grows
+        self.at: dict[int, _Block] = {}  # the same blocks by address
+        self.end = 0  # all reserved bytes; on a card, addresses of fixed segments may order equal blocks otherwise
+        self.last: _Block | None = None  # the end at which an expandable pool grows
 
     def allocate(self, size: int) -> _Block:
         index, count = bisect_left(self.free_sizes, (size, 0)), len(self.free_sizes)
-        # a free tail counts as all that it can grow to, so the next larger block comes first
+        # a free tail counts with all that it can grow to, so the next larger block comes first
         if self.is_expandable and index + 1 < count and sum(self.free_sizes[index]) == self.end:
             index += 1
         if index < count:
@@ -104,7 +104,7 @@ class _Pool:
         return block
 
     def _grow(self, size: int) -> _Block:
-        """By as many pages as a free tail lacks; the result reaches from that tail to the new end."""
+        """Grows by the pages that a free tail lacks; the returned block extends from that tail to the new end."""
         block = self.last
         if block is None or block.is_live:
             block = _Block(self.end, 0)
@@ -120,7 +120,7 @@ class _Pool:
         return block
 
     def free(self, block: _Block) -> None:
-        """The block swallows its free neighbours."""
+        """Merges the block with its free neighbours."""
         block.is_live = False
         left, right = block.prev, block.next
         if left is not None and not left.is_live:
@@ -135,7 +135,7 @@ class _Pool:
         self._add(block)
 
     def _link(self, block: _Block, after: _Block | None) -> None:
-        """Makes `block` the one before `after`, or the last one."""
+        """Links `block` before `after`, or as the last block."""
         if after is not None:
             after.prev = block
         elif self.is_expandable:

@@ -1,4 +1,5 @@
-"""How long a rehearsed step takes on a card: a roofline for each kernel, and the host that launches them all."""
+"""Predicts how long a rehearsed step takes on a card: a roofline for each kernel, and the host that launches them
+all."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,9 @@ from finefit.rehearse.trace import Cost, Trace
 
 INT8_MM = torch.ops.aten._int_mm.default
 _MATRIX_SHARE = 0.88
-"""Of a card's best matrix rate, what the products of a training step reach on average."""
+"""Share of a card's best matrix rate that the products of a training step reach on average."""
 _BANDWIDTH_SHARE = 0.80
-"""Of the published bandwidth; bench/kernel_probe.py measured 0.81 at 64 MiB and 0.89 at 512 MiB, elementwise."""
+"""Share of the published bandwidth; bench/kernel_probe.py measured 0.81 at 64 MiB and 0.89 at 512 MiB, elementwise."""
 _ATTENTION_SHARE = 0.62
 _KERNEL_SECONDS = 2e-6
 """Gap between two kernels."""
@@ -23,7 +24,7 @@ _KERNEL_SECONDS = 2e-6
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
     half_flops: float
-    """Of a large matrix product in 16 bits."""
+    """Rate of a large matrix product in 16 bits."""
     full_flops: float
     bytes_per_second: float
     launch_seconds: float
@@ -31,7 +32,7 @@ class Rates:
 
 
 def phase_seconds(trace: Trace, rates: Rates) -> dict[str, float]:
-    """The card and the host work side by side: the slower of the two sets the pace of each phase."""
+    """Card and host work concurrently: the slower of the two determines the time of each phase."""
     phases = ("reference", "forward", "loss", "backward", "update")
     return {instant: instant_seconds(trace, instant, rates) for instant in phases}
 
@@ -63,7 +64,7 @@ def total_flops(trace: Trace) -> float:
 
 
 def grouped_bytes(left: Tensor, right: Tensor, out: list[Tensor]) -> float:
-    """No more experts are read than there are tokens: a decode step reads few of many."""
+    """Reads at most as many experts as there are tokens: a decode step reads few of many."""
     share = min(1.0, left.shape[0] / right.shape[0]) if right.ndim == 3 else 1.0
     return left.nbytes + share * right.nbytes + sum(tensor.nbytes for tensor in out)
 
@@ -76,12 +77,12 @@ def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     products = 5 if is_backward else 2
     if name.startswith("_flash_attention"):
         query, longest = (args[1], args[8]) if is_backward else (args[0], args[5])
-        tokens, heads, width = query.shape  # as if every row were as long as the longest
+        tokens, heads, width = query.shape  # assumes that every row is as long as the longest
         return int(products * 2 * heads * (tokens * longest // 2) * width * _sides(func, args, kwargs))
     if is_attention(name):
         query, key = args[1:3] if is_backward else args[:2]
         batch, heads, tokens, width = query.shape
-        pairs = tokens * key.shape[2] // (2 if tokens > 1 else 1)  # causality halves those of several queries
+        pairs = tokens * key.shape[2] // (2 if tokens > 1 else 1)  # causality halves these for several queries
         return int(products * 2 * batch * heads * pairs * width * _sides(func, args, kwargs))
     counted = flop_registry.get(func._overloadpacket)
     return 0 if counted is None else int(counted(*args, **kwargs, out_val=out))
@@ -92,7 +93,7 @@ def is_attention(name: str) -> bool:
 
 
 def _sides(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """2 where attention is not causal, as between the patches of an image."""
+    """Returns 2 if attention is not causal, as between the patches of an image, and otherwise 1."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     query, mask = given["query"], given.get("attn_bias", given.get("attn_mask"))
     return 1 if given.get("is_causal") or mask is not None or (query.ndim == 4 and query.shape[2] == 1) else 2

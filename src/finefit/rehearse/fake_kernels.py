@@ -1,9 +1,8 @@
-"""How the kernels of a device differ from what fake CPU tensors show, and stand-ins, in the rehearsed model only, for
-modules that fake tensors cannot pass through. Each allocates what the real one does.
+"""Models how a device's kernels differ from what fake CPU tensors show, and replaces, in the rehearsed model only,
+modules that fake tensors cannot pass through. Each replacement allocates what the real one does.
 
 Sizes were measured on an H200 (bench/kernel_probe.py); tests/gpu/test_fake_kernels.py checks all of them there, and
-bench/memory.py the layer norms of vision-language models under autocast (`widen_norms`).
-"""
+bench/memory.py the layer norms of vision-language models under autocast (`widen_norms`)."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -45,7 +44,7 @@ class Nf4Linear(nn.Linear):
 
     absmax: Tensor
     made_from: tuple[torch.dtype, ...]
-    """Of the dense copies while it is loaded; none where its weights are stored packed."""
+    """Dtypes of the dense copies made while loading; empty if its weights are stored packed."""
 
     def __init__(self, dense: nn.Linear, *, is_nested: bool = True) -> None:
         super().__init__(1, 1, bias=False, device="meta")
@@ -63,14 +62,15 @@ class Nf4Linear(nn.Linear):
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802
-        """The name by which peft recognises a layer that dequantises itself, as DoRA needs it."""
+        """peft recognises a layer that dequantises itself by this name, which DoRA needs."""
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         return self._product(x).clone()  # peft copies the result
 
     def _product(self, x: Tensor) -> Tensor:
-        """In the weights' precision; a function of its own, so that its tensors are freed before the copy is made."""
+        """Computes in the weights' precision; a separate function, so that its tensors are freed before the copy is
+        made."""
         narrow, shape = x.to(self.product_dtype), (self.out_features, self.in_features)
         out: Tensor = _Nf4Product.apply(narrow, self.weight, self.num_unpacked, self.bias, shape)  # type: ignore[no-untyped-call]
         return out.to(x.dtype)
@@ -132,7 +132,7 @@ class Int8Linear(nn.Linear):
 
 
 class _Int8Product(torch.autograd.Function):
-    """Without outliers: only values tell how many columns have them; each takes about two columns of the input."""
+    """Assumes no outliers: only values show how many columns have them; each takes about two columns of the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -161,7 +161,7 @@ class _Int8Product(torch.autograd.Function):
 
 
 class BitsAndBytesAdamW(torch.optim.Optimizer):
-    """No temporaries: the update is one kernel for each tensor. Paged moments are outside the allocator and a trace."""
+    """Allocates no temporaries: the update is one kernel per tensor. Paged moments are outside allocator and trace."""
 
     def __init__(self, groups: Iterable[Any], *, is_eight_bit: bool, is_paged: bool) -> None:
         super().__init__(groups, {})
@@ -194,7 +194,7 @@ def _moment_dtype(parameter: Tensor, *, is_eight_bit: bool) -> torch.dtype:
 
 
 def paged_bytes(parameters: Iterable[Tensor], *, is_eight_bit: bool) -> int:
-    """Of moments that the driver moves between card and host."""
+    """Returns the bytes of moments that the driver moves between card and host."""
     large = (p for p in parameters if p.numel() >= _SMALLEST_PAGED)
     return sum(2 * p.numel() * _moment_dtype(p, is_eight_bit=is_eight_bit).itemsize for p in large)
 
@@ -203,7 +203,7 @@ def quantise(model: nn.Module, bits: int, packed: set[int], *, is_nested: bool =
     """`packed`: ids of the linear layers to be replaced. `is_stored`: the files hold them packed."""
 
     def fake_of(module: nn.Module) -> nn.Module | None:
-        # the type as well: a stand-in that takes a freed layer's place may get its id
+        # compare the type too: a replacement in the place of a freed layer may have the same id
         if type(module) is not nn.Linear or id(module) not in packed:
             return None
         fake = Nf4Linear(module, is_nested=is_nested) if bits == 4 else Int8Linear(module)
@@ -215,7 +215,7 @@ def quantise(model: nn.Module, bits: int, packed: set[int], *, is_nested: bool =
 
 def leave_uncast(model: nn.Module) -> None:
     """Under autocast peft casts neither the input nor the output of an adapter on a quantised layer, whatever
-    `adapter_inputs` says. DoRA's scale is fp32, so all hidden states after its first layer are."""
+    `adapter_inputs` says. DoRA's scale is fp32, so all hidden states after its first layer are too."""
     for module in model.modules():
         if isinstance(module, LoraLayer) and isinstance(module.get_base_layer(), Nf4Linear | Int8Linear):
             module.cast_input_dtype_enabled = False
@@ -231,7 +231,7 @@ def _varied(layer: LoraLayer, x: Tensor) -> Tensor:
 
 
 def widen_norms(model: nn.Module) -> None:
-    """Under autocast a card, unlike a CPU, computes them in fp32: it keeps their input again and returns fp32."""
+    """Under autocast a card, unlike a CPU, computes norms in fp32: it keeps a copy of their input and returns fp32."""
     for module in model.modules():
         if type(module) is nn.LayerNorm:
             module.forward = partial(_widened, module)  # type: ignore[method-assign]
@@ -254,7 +254,7 @@ def _replace(model: nn.Module, fake_of: Callable[[nn.Module], nn.Module | None])
 
 
 class FakeFusedKernels:
-    """`step.fused.FusedKernels` that allocate, read and write what Liger's kernels do."""
+    """`step.fused.FusedKernels` that allocate, read and write like Liger's kernels."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_gemma: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         return x.clone(), torch.empty(x.numel() // x.shape[-1], dtype=torch.float32)
@@ -283,7 +283,7 @@ class FakeFusedKernels:
 
 
 def _laid_out(x_BHTW: Tensor) -> Tensor:
-    """Token by token, as the kernel needs it."""
+    """Lays the tensor out token by token, as the kernel requires."""
     return x_BHTW.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -306,23 +306,23 @@ class DeviceKernels:
     device: Literal["cpu", "cuda"]
     attention_kernel: Literal["cudnn", "flash", "efficient", "cpu"]
     workspace_bytes: int
-    """Of cuBLAS, for each thread that computes a product."""
+    """cuBLAS workspace for each thread that computes a product."""
     widest_head: int = 256
-    """That flash attention over rows of any length supports."""
+    """Widest head that flash attention over rows of any length supports."""
     has_grouped: bool = True
-    """Whether a grouped product is one kernel; else torch waits for the groups' sizes and launches one for each."""
+    """Whether a grouped product is one kernel; otherwise torch waits for the group sizes and launches one per group."""
     asked_widths: set[int] = field(default_factory=set, compare=False, repr=False)
-    """Of the heads that were compared with `widest_head`."""
+    """Widths of heads that were compared with `widest_head`."""
 
     def launches(self, func: Any, args: tuple[Any, ...]) -> int:
-        """Operations that the host dispatches for one of the rehearsal."""
+        """Host dispatches per rehearsed operation."""
         if func is not GROUPED_MM or self.has_grouped:
             return 1
         left, right = args[0], args[1]
         return int(min(right.shape[0], left.shape[0]) if right.ndim == 3 else args[2].numel())
 
     def hidden_bytes(self, func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-        """Blocks that live only inside the kernel."""
+        """Returns the sizes of blocks that exist only inside the kernel."""
         return _HIDDEN[func](args) if self.device == "cuda" and func in _HIDDEN else ()
 
     def attention(
@@ -338,7 +338,7 @@ class DeviceKernels:
         is_causal: bool | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """What transformers' SDPA path calls on the device; plain SDPA would choose the CPU's kernel."""
+        """Calls what transformers' SDPA path calls on the device; plain SDPA would choose the CPU's kernel."""
         if packed is not None:
             if self.has_varlen(query, key, value):
                 return flash_packed(query, key, value, packed, dropout=dropout, scaling=scaling), None
@@ -355,14 +355,14 @@ class DeviceKernels:
         return out.transpose(1, 2).contiguous(), None
 
     def has_varlen(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether rows of any length are one kernel."""
+        """Returns whether one kernel handles rows of any length."""
         self.asked_widths.add(query.shape[-1])
         return self.attention_kernel != "efficient" and has_varlen(query, key, value, self.widest_head)
 
     def decode_attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **more: Any
     ) -> tuple[Tensor, None]:
-        """As `model.attention.for_answers`: with one token a row, heads that share a key are queries of it."""
+        """Like `model.attention.for_answers`: with one token per row, heads that share a key become its queries."""
         rows, heads, tokens, _ = query.shape
         if attention_mask is None or tokens != 1 or heads == key.shape[1]:
             return self.attention(module, query, key, value, attention_mask, **more)
@@ -386,8 +386,8 @@ class DeviceKernels:
         return out
 
     def chosen(self, query: Tensor, value: Tensor, *, is_masked: bool) -> str:
-        """As torch's dispatcher chooses: flash attention takes no mask, and values only as wide as the keys, which
-        those of multi-head latent attention are not; cuDNN takes both; neither has wide heads."""
+        """Follows torch's dispatcher: flash attention supports neither a mask nor values of another width than the
+        keys, as in multi-head latent attention; cuDNN supports both; neither supports wide heads."""
         kernel, widths = self.attention_kernel, (query.shape[3], value.shape[3])
         if kernel == "cpu" or max(widths) > _WIDEST:
             return "efficient"
@@ -403,7 +403,7 @@ def rehearsed_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """What transformers makes for SDPA when it can read the positions: no mask where attention is just causal."""
+    """Returns transformers' SDPA mask for readable positions: no mask if attention is just causal."""
     window = local_size if local_size is not None and kv_length >= local_size else None
     if attention_mask is None and window is None and q_length in (1, kv_length):
         return None
@@ -428,7 +428,7 @@ def device_kernels(device: Literal["cpu", "cuda"], capability: tuple[int, int], 
 
 
 def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As it is, except grouped products: on fake tensors torch supports only those of bf16."""
+    """Runs the operation, except grouped products other than bf16, which torch does not support on fake tensors."""
     if func is not GROUPED_MM or args[0].dtype is torch.bfloat16 or not isinstance(args[0], FakeTensor):
         return func(*args, **kwargs)
     left, right = args[0], args[1]
@@ -459,7 +459,7 @@ def _flash_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _varlen_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Every row takes one tile more; the width of a head is rounded up to a multiple of 32, of 64 if it is wide."""
+    """Every row takes one more tile; a head's width is rounded up to a multiple of 32, or of 64 if it is wide."""
     query, key, num_rows = args[1], args[2], args[6].numel() - 1
     tokens, heads, width = query.shape
     padded, step = tokens + _TILE * num_rows, 32 if width <= 128 else 64
@@ -469,8 +469,8 @@ def _varlen_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 def _efficient_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
     """A sum per row, and a workspace: the query's gradient in fp32 by tiles, each with a lock of 16 bytes, and in half
-    precision those of keys and values for wide heads. In fp32 the sums come first, from a product as large as the
-    output, which is freed before the workspace is taken."""
+    precision those of keys and values for wide heads. In fp32 the sums come first, from a product of the output's size,
+    which is freed before the workspace is allocated."""
     query, key, value = args[1], args[2], args[3]
     rows, heads, widths = prod(query.shape[:3]), prod(query.shape[:2]), (query.shape[3], value.shape[3])
     is_half, widest = query.element_size() < 4, max(widths)
@@ -485,7 +485,7 @@ def _efficient_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _embedding_backward(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Partial sums of the rows of one token, by groups of ten."""
+    """Partial sums of the rows of one token, in groups of ten."""
     gradient, indices = args[0], args[1]
     num_ids, width = indices.numel(), gradient.shape[-1]
     return (num_ids * width * 4 + num_ids // 10 * width * 4, 8 * num_ids * 8)

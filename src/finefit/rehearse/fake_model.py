@@ -1,5 +1,6 @@
-"""What is rehearsed: the config of a step; the model, built on the meta device as training or an evaluation would load
-it, then of fake tensors; and the images of a batch, as large as those of the row with the most image tokens."""
+"""The rehearsed model: the config of a step; the model, built on the meta device as training or an evaluation would
+load it, and then made of fake tensors; and the images of a batch, as large as those of the row with the most image
+tokens."""
 
 import json
 from collections import Counter
@@ -41,8 +42,8 @@ from finefit.vision.family import Grid, ImageGeometry, ImageInput
 
 _ATTENTION = "rehearsed"
 _OWN_ATTENTION = {"gpt_oss": "attention sinks"}
-"""By model type."""
-_TAKE_CONFIG = "take the config.json of the published model; `finefit doctor` shows the installed versions"
+"""Reason by model type."""
+_TAKE_CONFIG = "use the config.json of the published model; `finefit doctor` shows the installed versions"
 _ENCODERS = (
     *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
     *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
@@ -51,7 +52,7 @@ _ENCODERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConfig:
-    """Everything that a rehearsal needs to know."""
+    """Everything that a rehearsal depends on."""
 
     config: dict[str, Any]
     tuning: Tuning
@@ -61,31 +62,33 @@ class StepConfig:
     precision: Literal["bf16", "fp16", "fp32"]
     levers: Levers
     tokens: int
-    """Of the longest sequence; a micro-batch is padded to it, or packed into as much."""
+    """Tokens of the longest sequence; a micro-batch is padded to this length, or packed into as many tokens."""
     supervised: int
-    """Tokens of a sequence."""
+    """Supervised tokens of a sequence."""
     accumulates: bool
-    """Whether a step has more than one micro-batch: gradients then wait while the next one is computed."""
+    """Whether a step has more than one micro-batch: its gradients are then kept while the next one is computed."""
     objective: Objective = field(default_factory=lambda: Sft(kind="sft"))
     rows_per_step: int | None = None
-    """No pack has more rows; None where that is not known."""
+    """Maximum rows of a pack; None if unknown."""
     validation: tuple[int, int] | None = None
-    """Tokens and supervised tokens of the longest validation row; None where there are none."""
+    """Tokens and supervised tokens of the longest validation row; None if there are none."""
     grids: tuple[tuple[int, ...], ...] = ()
-    """The images of the row with the most image tokens; every row is assumed to have them, validation rows too."""
+    """Grids of the images in the row with the most image tokens; every row is assumed to have them, including
+    validation rows."""
     is_deterministic: bool = False
-    """Then images are attended to one by one, not all by one kernel."""
+    """Attention then processes images one by one, not all in one kernel."""
     is_quick: bool = False
-    """One micro-batch, gradients and state already there: a little off in reserved memory, without a gradient map."""
+    """Rehearses one micro-batch, with gradients and state already present: slightly off in reserved memory, and without
+    a gradient map."""
 
     @property
     def sides(self) -> int:
-        """Sequences of a row: a preference pair has two."""
+        """Sequences per row: a preference pair has two."""
         return 2 if isinstance(self.objective, Dpo) else 1
 
 
 def read_config(values: dict[str, Any]) -> PretrainedConfig:
-    """Of the model with its weights unpacked; refuses those that finefit cannot train on."""
+    """Reads the config of the unpacked model, and refuses models that finefit cannot train."""
     require_known_type(values)
     packed_weights(values)
     given = {key: value for key, value in values.items() if key != "quantization_config"}
@@ -94,9 +97,9 @@ def read_config(values: dict[str, Any]) -> PretrainedConfig:
 
 
 def build_on_meta(cfg: StepConfig, kernels: fake_kernels.DeviceKernels, *, answers: bool = False) -> nn.Module:
-    """`answers`: as an evaluation loads it, where nothing is trained."""
+    """`answers`: build the model as an evaluation loads it, with nothing trained."""
     dtype = weight_dtype(cfg.precision, cfg.tuning)
-    if answers and cfg.precision == "bf16":  # an evaluation keeps what is no longer trained in bf16
+    if answers and cfg.precision == "bf16":  # an evaluation keeps weights in bf16 that are no longer trained
         dtype = torch.bfloat16
     if (found := custom_source_in(cfg.config)) is not None:
         custom = custom_on_meta(found, cfg.tuning, dtype, answers=answers)
@@ -106,7 +109,7 @@ def build_on_meta(cfg: StepConfig, kernels: fake_kernels.DeviceKernels, *, answe
     config = read_config(cfg.config)
     if config.model_type in _ENCODERS and not config.is_decoder:
         problem = f"{config.model_type} is an encoder: each token would see the one that it has to predict"
-        raise ModelError(problem, "name a causal language model")
+        raise ModelError(problem, "use a causal language model")
     config.use_cache = config.get_text_config().use_cache = False
     attention = choose_attention("cpu", (0, 0), cfg.precision, config, packing=cfg.levers.packing and not answers)
     if kernels.device == "cuda" and attention != "eager":
@@ -121,8 +124,8 @@ def build_on_meta(cfg: StepConfig, kernels: fake_kernels.DeviceKernels, *, answe
         with reading_model(f"the config of this {config.model_type} model", _TAKE_CONFIG):
             try:
                 model = _built(config, dtype, attention)
-            # the model has attention classes of its own: the CPU's kernel stands for the card's, which takes about as
-            # much
+            # the model has its own attention classes: the CPU's kernel replaces the card's, which needs about
+            # the same memory
             except KeyError:
                 model = _built(config, dtype, "sdpa")
         if (stored := packed_weights(cfg.config)) is not None:
@@ -133,7 +136,7 @@ def build_on_meta(cfg: StepConfig, kernels: fake_kernels.DeviceKernels, *, answe
         elif bits := base_bits(cfg.tuning):
             head, towers = model.get_output_embeddings(), vision.vision_forward_of(model.config)
             linear = [(name, id(module)) for name, module in model.named_modules() if type(module) is nn.Linear]
-            # bitsandbytes quantises all but the head, in a vision-language model those of its language tower
+            # bitsandbytes quantises all layers but the head; in a vision-language model, those of its language tower
             packed = {at for name, at in linear if towers is None or vision.tower_of(towers, name) == "language"}
             fake_kernels.quantise(model, bits, packed - {id(head)})
         if answers and not isinstance(cfg.tuning, Lora):  # a checkpoint is a whole model
@@ -148,7 +151,7 @@ def build_on_meta(cfg: StepConfig, kernels: fake_kernels.DeviceKernels, *, answe
         fake_kernels.fuse_dropout(trained)
     for module in trained.modules():
         if getattr(module, "rope_type", None) in STRETCHED_ROPE:
-            # those read the largest position, and fake tensors have no values
+            # these read the largest position, but fake tensors have no values
             module.rope_type = "default"  # type: ignore[assignment]
     return trained
 
@@ -158,8 +161,8 @@ def _built(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreT
     kind = vision.auto_class(config)
     if attention != "eager" and not kind._model_mapping[type(config)]._supports_sdpa:
         what = _OWN_ATTENTION.get(config.model_type, "attention of their own")
-        problem = f"models of type {config.model_type} have {what}, which the attention that finefit trains with lacks"
-        raise ModelError(problem, "name a model of another type")
+        problem = f"models of type {config.model_type} have {what}, which finefit's attention does not support"
+        raise ModelError(problem, "use a model of another type")
     chosen = {"attn_implementation": attention, "experts_implementation": choose_experts()}
     model: PreTrainedModel = kind.from_config(config, dtype=dtype, **chosen)
     return model
@@ -167,7 +170,7 @@ def _built(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreT
 
 @lru_cache(maxsize=64)
 def layer_shapes(values: str) -> tuple[str, ...] | None:
-    """The class and the tensors of every layer; None where layers share weights. `values`: a config, as JSON."""
+    """Returns the class and the tensors of every layer; None if layers share weights. `values`: a config, as JSON."""
     config = read_config(json.loads(values))
     with torch.device("meta"), reading_model("the model's config", _TAKE_CONFIG):
         layers = layers_of(_built(config, torch.bfloat16, "eager"))
@@ -180,8 +183,8 @@ def layer_shapes(values: str) -> tuple[str, ...] | None:
 
 
 def stored_dtypes(cfg: StepConfig, *, answers: bool = False) -> tuple[torch.dtype, ...]:
-    """Of the files that are mapped into memory while weights are loaded from them: those of the base, and of a
-    checkpoint with whole weights, which is evaluated. Nothing is known of the files of a custom model."""
+    """Returns the dtypes of the files that are mapped into memory while weights are loaded: those of the base, and of a
+    checkpoint with full weights, which is evaluated. The files of a custom model are unknown."""
     if cfg.device == "cuda" or custom_source_in(cfg.config) is not None or packed_weights(cfg.config) is not None:
         return ()
     named = str(cfg.config.get("dtype") or cfg.config.get("torch_dtype"))
@@ -198,9 +201,10 @@ def materialise_fakes(
     stored: Sequence[torch.dtype] = (),
 ) -> None:
     """Replaces every meta tensor by a fake one; shared parameters stay shared. `is_loaded`: transformers first
-    allocates the sum of all weights in one piece and frees it, then fills the pieces. `loaded`: the dtype of trained
-    weights before they are widened. `stored`: those of the files; weights of the same dtype are the mapped file itself,
-    others are copies beside it, until all of them are read. Beside packed ones all are copies."""
+    allocates the sum of all weights in one piece and frees it, then fills the tensors. `loaded`: the dtype of trained
+    weights before they are widened. `stored`: the dtypes of the files; weights of the same dtype are the mapped file
+    itself, and others are copies that exist beside it until all weights are read. Beside packed weights all are
+    copies."""
     if is_loaded:
         weights = [(name, p) for name, p in model.named_parameters() if "lora_" not in name]
         total = sum(p.numel() * _loaded_as(name, p, loaded).itemsize for name, p in weights)
@@ -228,7 +232,7 @@ def materialise_fakes(
 
 
 def _dense(module: nn.Module) -> list[Tensor]:
-    """What a quantised layer's weights are made from: as they are read, and for 8 bits once more in fp16."""
+    """Returns the tensors from which a quantised layer is made: as they are read, and for 8 bits also in fp16."""
     if not isinstance(module, fake_kernels.Nf4Linear | fake_kernels.Int8Linear):
         return []
     return [torch.zeros(module.out_features, module.in_features, dtype=dtype) for dtype in module.made_from]
@@ -243,7 +247,7 @@ def _mapped(
     *,
     is_packed: bool,
 ) -> list[Tensor]:
-    """The part of a file that a module's weights are copied from."""
+    """Returns the part of a file from which a module's weights are copied."""
     found = []
     for name, old in module._parameters.items():
         if old is None or id(old) in made:
@@ -273,12 +277,13 @@ def _fill(path: str, module: nn.Module, made: dict[int, tuple[Tensor, Tensor]], 
 
 
 def _loaded_as(path: str, tensor: Tensor, loaded: torch.dtype) -> torch.dtype:
-    """Trained weights of the model itself are loaded like the rest; adapters are never loaded."""
+    """Returns the dtype in which a tensor is loaded: that of trained model weights is `loaded`; adapters are never
+    loaded."""
     return loaded if tensor.requires_grad and "lora_" not in path else tensor.dtype
 
 
 def _widen(model: nn.Module, loaded: torch.dtype) -> None:
-    """One tensor after the other, each freed at once."""
+    """Widens one tensor after another, and frees each narrow one at once."""
     places: dict[int, list[tuple[dict[str, nn.Parameter | None], str]]] = {}
     for name, module in model.named_modules():
         for slot, old in module._parameters.items():
@@ -293,32 +298,32 @@ def _widen(model: nn.Module, loaded: torch.dtype) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFootprint:
-    """The size of a model, known without a rehearsal."""
+    """The size of a model, which is known without a rehearsal."""
 
     parameters: int
     trainable: int
     trainable_tensors: int
     weight_bytes: int
-    """Of the frozen and the trained weights on the device."""
+    """Bytes of the frozen and the trained weights on the device."""
     trainable_bytes: int
     paged_bytes: int = 0
-    """Of optimizer state that the driver moves between card and host."""
+    """Bytes of optimizer state that the driver moves between card and host."""
     active: int | None = None
-    """Parameters that a token uses in a mixture of experts; None where it uses all."""
+    """Parameters of a mixture of experts that one token uses; None if it uses all."""
     expert_bytes: int = 0
-    """Of weights in tensors that hold several experts."""
+    """Bytes of weights in tensors that hold several experts."""
     towers: dict[str, TowerSize] = field(default_factory=dict)
-    """Of a vision-language model."""
+    """Sizes of a vision-language model's towers."""
     tower_names: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Trained tensors of each."""
+    """Trained tensors of each tower."""
     unused: tuple[str, ...] = ()
-    """Modules of a vision tower that no image passes."""
+    """Modules of a vision tower that no image reaches."""
     left_out: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Linear layers that all-linear does not adapt, by the reason."""
+    """Linear layers that all-linear does not adapt, by reason."""
 
 
 def measure_size(cfg: StepConfig) -> ModelFootprint:
-    """A quantised parameter counts as the values that it holds."""
+    """A quantised parameter counts with the number of values that it holds."""
     model = build_on_meta(cfg, fake_kernels.device_kernels(cfg.device, cfg.capability, cfg.precision))
     trained, kind = trainable_of(model), cfg.optimizer.kind
     is_paged, is_eight_bit = kind.startswith("paged"), kind.endswith("8bit")
@@ -369,15 +374,17 @@ def _bytes(parameters: Iterable[Tensor]) -> int:
 
 
 def fake_images(config: Mapping[str, Any], *, rows: int, tokens: int, grids: Sequence[Grid]) -> Extra | None:
-    """Of `rows` equal rows, on the meta device; None for a model that takes no images. Not to be called under fake
-    tensors: a geometry counts and sorts, so it works on blank pixels, and only the shapes of its tensors are kept."""
+    """Returns the images of `rows` equal rows on the meta device; None for a model without vision. Do not call it under
+    fake tensors: a geometry counts and sorts, so it works on blank pixels, and only the shapes of its tensors are
+    kept."""
     geometry = vision.geometry_of(config)
     return None if geometry is None else _fake_images(geometry, rows, tokens, tuple(grids))  # type: ignore[arg-type] # every geometry is frozen
 
 
 @lru_cache(maxsize=64)
 def _fake_images(geometry: ImageGeometry, rows: int, tokens: int, grids: tuple[Grid, ...]) -> Extra:
-    """A word before each image, and words to the end. Cached: a model of fewer layers has the same geometry."""
+    """Puts a word before each image, and fills the row with words. Cached, because a model of fewer layers has the same
+    geometry."""
     row = [ImageInput(grid, geometry.blank_pixels(grid)) for grid in grids]
     word = int(geometry.image_token == 0)
     ids = [token for grid in grids for token in (word, *[geometry.image_token] * geometry.num_tokens(grid))]
@@ -389,7 +396,7 @@ def _fake_images(geometry: ImageGeometry, rows: int, tokens: int, grids: tuple[G
 
 
 def num_tokens(config: Mapping[str, Any], grids: Sequence[Grid]) -> int:
-    """The fewest tokens of a row with these images: theirs, a word before each and one of the answer."""
+    """Returns the minimum tokens of a row with these images: theirs, a word before each, and one of the answer."""
     return image_tokens(config, grids) + len(grids) + 1
 
 
@@ -399,12 +406,12 @@ def image_tokens(config: Mapping[str, Any], grids: Sequence[Grid]) -> int:
 
 
 def fitting(config: Mapping[str, Any], grids: Sequence[Grid], tokens: int) -> tuple[Grid, ...]:
-    """As many of the images as a shorter row has room for."""
+    """Returns as many of the images as fit into a shorter row."""
     counts = range(len(grids), 0, -1)
     return next((tuple(grids[:count]) for count in counts if num_tokens(config, grids[:count]) <= tokens), ())
 
 
 def num_values(config: Mapping[str, Any], grids: Sequence[Grid]) -> int:
-    """Of the pixels of these images."""
+    """Returns the number of pixel values of these images."""
     geometry = vision.geometry_of(config)
     return 0 if geometry is None else sum(part.size for grid in grids for part in geometry.blank_pixels(grid).values())

@@ -1,10 +1,9 @@
-"""Evaluation on fake tensors: the same two calls that an evaluation makes, a prefill of all prompts and then one token
-after another. Every prompt has as many images of the config as fit into it.
+"""Rehearses an evaluation on fake tensors, with the two calls that an evaluation makes: a prefill of all prompts, and
+then one token after another. Every prompt has as many images of the config as fit into it.
 
-The cache grows by a copy with every token: old and new keys of one layer exist side by side, and what is freed is a
-little too small for the next copy. So the peak is where the cache is longest, and what the allocator holds depends on
-how it got there: the cache is grown in several steps.
-"""
+The cache grows by a copy with every token: old and new keys of one layer exist at the same time, and freed blocks are
+slightly too small for the next copy. So the peak is where the cache is longest, and what the allocator holds depends on
+the path: the cache is grown in several steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -42,17 +41,17 @@ from finefit.step.levers import apply_levers
 PROMPTS = "prompts"
 GENERATION = "generation"
 _GROWTHS = 12
-"""Steps in which a cache is brought to its length; a real run takes one per token."""
+"""Steps in which a cache is grown to its length; a real run takes one per token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRehearsal:
     reserved_bytes: int
-    """On a CPU what is allocated."""
+    """On a CPU, allocated bytes."""
     allocated_bytes: int
     trace: Trace
     new_tokens: int
-    """Of each row; only the last decode step was executed."""
+    """New tokens of each row; only the last decode step was executed."""
 
     def seconds(self, rates: Rates) -> float:
         token = instant_seconds(self.trace, GENERATION, rates)
@@ -68,13 +67,13 @@ def rehearse_answers(
         if extra is None and can_pack(read_config(cfg.config), prompt_tokens + new_tokens) is not None:
             _answer_padded_left(model, recorder, rows, prompt_tokens, new_tokens)
             return
-        # prompts with images pass whole, of others the last token is the first that is decoded; prompts of several rows
-        # differ in length, so the cache of the padding is masked
+        # prompts with images are prefilled whole; otherwise the last token is the first one decoded. Prompts of several
+        # rows differ in length, so the cache of the padding is masked
         width, least = (prompt_tokens, 1) if extra is not None else (prompt_tokens - 1, 0)
         ids_BT, lengths = torch.ones(rows, width, dtype=torch.long), [width, *[max(least, width - 1)] * (rows - 1)]
         if extra is None:
             context = prefill(model, ids_BT, lengths, max_new_tokens=new_tokens)
-        else:  # the images are freed once they are read
+        else:  # the images are freed after they are read
             context = vision_prefill(model, ids_BT, lengths, _faked(extra), max_new_tokens=new_tokens)
         tokens_B = torch.ones(rows, dtype=torch.long)
         recorder.phase = GENERATION
@@ -100,7 +99,7 @@ def _faked(extra: Extra) -> Extra:
 def rehearse_likelihood(
     cfg: StepConfig, *, rows: int, tokens: int, counted: int, mlp_tiles: int = 1, expandable: bool = True
 ) -> GenerationRehearsal:
-    """Rows of `tokens` pass once, and the likelihood of `counted` tokens of each is computed."""
+    """Passes rows of `tokens` once, and computes the likelihood of `counted` tokens of each."""
     extra = _extra(cfg, rows, tokens)
 
     def act(model: nn.Module, _: Recorder) -> None:
@@ -122,7 +121,7 @@ def rehearse_likelihood(
 def _rehearsed(
     cfg: StepConfig, act: Callable[[nn.Module, Recorder], None], new_tokens: int, *, mlp_tiles: int, expandable: bool
 ) -> GenerationRehearsal:
-    """`act`: what is done with a model that is loaded for an evaluation."""
+    """`act`: called with the loaded model."""
     kernels = device_kernels(cfg.device, cfg.capability, cfg.precision)
     model = build_on_meta(cfg, kernels, answers=True).eval()
     recorder = Recorder(kernels)
@@ -142,7 +141,7 @@ def _rehearsed(
 
 
 def _answer_padded_left(model: nn.Module, recorder: Recorder, rows: int, prompt_tokens: int, new_tokens: int) -> None:
-    """As transformers' own loop: all prompts under a mask, logits of the last position copied to fp32."""
+    """Follows transformers' own loop: all prompts under a mask, and the logits of the last position copied to fp32."""
     ids_BT = torch.ones(rows, prompt_tokens, dtype=torch.long)
     mask_BT = torch.ones_like(ids_BT) if rows > 1 else None
     output = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=True, logits_to_keep=1)
@@ -159,17 +158,17 @@ def _answer_padded_left(model: nn.Module, recorder: Recorder, rows: int, prompt_
 
 
 def _clear_costs(recorder: Recorder) -> None:
-    """Those of growing the cache: the cost of a decode step is that of the last one."""
+    """Clears the costs of growing the cache, so that the cost of a decode step is that of the last one."""
     for table in (recorder.trace.costs, recorder.trace.operations):
         for key in [key for key in table if key[0] == GENERATION]:
             del table[key]
 
 
 def _grow(cache: DynamicCache, tokens: int) -> None:
-    """Layer after layer, as a decode step does it."""
+    """Grows the cache layer after layer, like a decode step."""
     for begin, end in pairwise(max(0, tokens) * at // _GROWTHS for at in range(_GROWTHS + 1)):
         for layer in cache.layers if end > begin else ():
-            if isinstance(getattr(layer, "keys", None), Tensor):  # others keep a state of one size
+            if isinstance(getattr(layer, "keys", None), Tensor):  # other layers keep a state of fixed size
                 layer.update(_empty(layer.keys, end - begin), _empty(layer.values, end - begin))
 
 
@@ -179,8 +178,8 @@ def _empty(like: Tensor, tokens: int) -> Tensor:
 
 
 def extrapolated_bytes(cfg: StepConfig, rehearse: Callable[[StepConfig], GenerationRehearsal]) -> int:
-    """The peak of allocated bytes at the price of a few layers: each further layer takes as much, in a vision tower its
-    weights alone. Good enough to search by; the chosen batch is rehearsed in full."""
+    """Extrapolates the peak of allocated bytes from a few layers: each further layer takes the same amount, and a layer
+    of a vision tower only its weights. This is accurate enough for a search; the chosen batch is rehearsed in full."""
     config = read_config(cfg.config)
     kinds, all_tower = layer_kinds.layer_kinds(config), layer_kinds.tower_kinds(config)
     period = layer_kinds.period_of(kinds)

@@ -1,10 +1,10 @@
-"""A rehearsal of a few layers, extrapolated to the whole depth.
+"""Extrapolates a rehearsal of a few layers to the whole depth.
 
-Equal layers repeat the same events. Of four of them in a row the second is repeated for the missing layers; where a
-layer frees what its neighbour allocated, each copy frees what *its* neighbour allocated. Where layers of two kinds do
-the same with different sizes, the second is of one kind and the third of the other, and each layer between the first
-and the last is a copy of the one that it is like. Layers whose events do not repeat are an error, never an estimate.
-"""
+Equal layers repeat the same events. Of four layers in a row, the second is repeated for the missing ones; if a layer
+frees what its neighbour allocated, each copy frees what *its* neighbour allocated. If layers of two kinds do the same
+with different sizes, the second rehearsed layer is of one kind and the third of the other, and each layer between the
+first and the last is a copy of the one with its kind. Layers whose events do not repeat are an error, never an
+estimate."""
 
 import re
 from collections import Counter
@@ -15,32 +15,33 @@ from itertools import groupby
 from finefit.rehearse.trace import LOADED, OUTSIDE, WARM_UP, Block, Trace
 
 REHEARSED_PERIODS = 4
-"""Periods of a run that are rehearsed: the first, two that must be equal, the last."""
+"""Number of periods that are rehearsed: the first, two that must be equal, and the last."""
 _NO_UNIT = -(10**6)
 _MIDDLE = (1, 2)
 _NORM, _SIDE_BY_SIDE = "aten::_foreach_norm.Scalar", "aten::stack"
 _Place = tuple[int, int, int]
-"""(span of one instant, visit of the unit in it, place in the visit) of an allocation: the same in equal units."""
+"""(span of one instant, visit of the unit in it, place in the visit) of an allocation, which is the same in equal
+units."""
 _Name = tuple[int, _Place]
-"""(unit, where in it)"""
+"""(unit, place in it)"""
 
 
 class LayersDiffer(Exception):
-    """The rehearsed layers do not repeat, so they cannot stand for others."""
+    """The rehearsed layers do not repeat, so other layers cannot be extrapolated from them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """Consecutive layers that are treated alike; `period` is more than one where kinds of layers alternate."""
+    """Consecutive layers that are treated alike; `period` is more than one if kinds of layers alternate."""
 
     num_layers: int
     period: int = 1
     like: tuple[int, ...] = ()
-    """Where two kinds differ only in sizes: the middle layer, 0 or 1, that each one between first and last is like."""
+    """For kinds that differ only in size: which middle layer (0 or 1) each inner layer copies."""
 
     @property
     def missing(self) -> int:
-        """Periods that need not be rehearsed."""
+        """Number of periods that need not be rehearsed."""
         return max(0, self.num_layers // self.period - REHEARSED_PERIODS)
 
     @property
@@ -49,7 +50,7 @@ class LayerRun:
 
 
 def extrapolate(trace: Trace, *stacks: Sequence[LayerRun]) -> Trace:
-    """`trace` has the `rehearsed` layers of each run, in order. The layers of a stack follow one another."""
+    """`trace` has the `rehearsed` layers of each run, in order. The layers of a stack are consecutive."""
     low = sum(run.rehearsed for runs in stacks for run in runs)
     for runs in reversed(stacks):  # from the end, so that earlier layers keep their numbers
         end = high = low
@@ -63,7 +64,7 @@ def extrapolate(trace: Trace, *stacks: Sequence[LayerRun]) -> Trace:
 
 
 def _resized(trace: Trace) -> Trace:
-    """Loading first allocates the size of all weights; the stack of gradient norms is as long as there are tensors."""
+    """Loading first allocates the size of all weights; the stack of gradient norms has one entry per tensor."""
     loaded = [(ident, block) for ident, block in enumerate(trace.blocks) if block.operation == LOADED]
     total = sum(block.num_bytes for ident, block in loaded if trace.category(ident) == "weights")
     sizes: dict[int, int] = {}
@@ -108,7 +109,7 @@ def _repeat(trace: Trace, stack: range, start: int, run: LayerRun) -> Trace:
         places = range(run.missing + 1) if visit.unit == 1 else (run.missing + 1,)
         for place in reversed(places) if visit.unit == 1 and _goes_down(visits, at) else places:
             copies.write(out, visit, place)
-    # how many layers each layer stands for
+    # the number of layers that each layer represents
     middle = range(start, start + 2 * run.period)
     times = {layer: copies.like.count(unit_of(layer) - 1) for layer in middle}
     out.costs = {
@@ -120,7 +121,7 @@ def _repeat(trace: Trace, stack: range, start: int, run: LayerRun) -> Trace:
 
 
 def _visits(trace: Trace, units: list[int]) -> list[_Visit]:
-    """What happens outside any layer, between visits of one or of neighbouring layers, belongs to the first visit."""
+    """Events outside any layer, between visits of one layer or of neighbouring layers, belong to the first visit."""
     parts: list[_Visit] = []
     for (unit, instant), same in groupby(range(len(units)), key=lambda at: (units[at], trace.instants[at])):
         events = list(same)
@@ -150,7 +151,7 @@ def _continues(before: _Visit, visit: _Visit, after: _Visit | None) -> bool:
 
 
 def _goes_down(visits: list[_Visit], at: int) -> bool:
-    """Whether this visit's pass over the layers starts at the last of them."""
+    """Returns whether this visit's pass over the layers starts at the last of them."""
     for other, down in ((at - 1, 2), (at + 1, 0)):
         if 0 <= other < len(visits) and visits[other].instant == visits[at].instant and visits[other].unit in (0, 2):
             return visits[other].unit == down
@@ -158,8 +159,9 @@ def _goes_down(visits: list[_Visit], at: int) -> bool:
 
 
 class _Copies:
-    """Blocks of the extrapolated trace: the old ones under their old idents, then those of each copy. The middle has a
-    place for each period between the first and the last; `like` says which rehearsed one, 0 or 1, a place copies."""
+    """The blocks of the extrapolated trace: the original blocks under their idents, then those of each copy. The middle
+    has a place for each period between the first and the last; `like` says which rehearsed period, 0 or 1, a place
+    copies."""
 
     def __init__(self, trace: Trace, visits: list[_Visit], stack: range, start: int, run: LayerRun) -> None:
         self.trace, self.start, self.run = trace, start, run
@@ -176,7 +178,7 @@ class _Copies:
         self.categories = dict(trace.categories)
 
     def _require_equal(self) -> None:
-        """The two in the middle allocate the same, block by block; those of two kinds differ only in sizes."""
+        """The two middle periods must allocate the same, block by block; two kinds may differ only in sizes."""
         found: list[set[object]] = [set(), set()]
         for visit in self.visits.values():
             for at, event in enumerate(visit.events):
@@ -193,14 +195,14 @@ class _Copies:
             raise LayersDiffer(f"{len(found[0] ^ found[1])} allocations of two equal layers differ")
 
     def _behind(self, block: Block, stack: range) -> Block:
-        """Layers after the repeated one are moved; in the same stack their modules are renumbered."""
+        """Moves layers after the repeated one; in the same stack their modules are renumbered."""
         if block.unit < self.start + self.run.period:
             return block
         shift = self.run.missing * self.run.period
         return _moved(block, shift) if block.unit in stack else replace(block, unit=block.unit + shift)
 
     def write(self, out: Trace, visit: _Visit, place: int) -> None:
-        """The events of a place in the middle, copied from the rehearsed unit that it is like."""
+        """Writes the events of a middle place, copied from the rehearsed unit of its kind."""
         unit = self.like[place] + 1
         visit = self.visits[unit, visit.key]
         for at in visit.events:
@@ -218,7 +220,8 @@ class _Copies:
                 out.note(found, is_new, layer, self.trace.instants[at])
 
     def _from_elsewhere(self, ident: int, visit: _Visit) -> Iterator[int]:
-        """For a later layer that of the last in the middle, for an earlier one the first's, outside layers all."""
+        """For a later layer yields the copy of the last middle place, for an earlier one that of the first, and outside
+        layers all copies."""
         unit, name = self.names[ident]
         if unit not in _MIDDLE:
             yield ident
@@ -229,11 +232,11 @@ class _Copies:
             yield self._copy(name, unit - 1 if visit.unit < 1 else self.run.missing + unit - 1)
 
     def _seen_from(self, ident: int, own: int, place: int) -> int:
-        """What `ident` is to the rehearsed unit `own`, for a unit in this place."""
+        """Translates `ident`, as seen from the rehearsed unit `own`, to a unit in this place."""
         unit, name = self.names[ident]
         if unit == _NO_UNIT:
             if self.run.like or place != (own - 1) * (self.run.missing + 1):
-                raise LayersDiffer(f"a repeated layer frees {self.trace.blocks[ident].operation}, which is of no layer")
+                raise LayersDiffer(f"a repeated layer frees {self.trace.blocks[ident].operation}, which has no layer")
             return ident
         wanted, last = place + unit - own, self.run.missing + 1
         beside = wanted + 1 if wanted < 0 else wanted - last + 2
@@ -258,7 +261,7 @@ class _Copies:
 
 
 def _moved(block: Block, shift: int) -> Block:
-    """To another layer, with that layer's number in the module's name."""
+    """Moves the block to another layer, with that layer's number in the module's name."""
     if block.unit == OUTSIDE:
         return block
     module = re.sub(r"(?<=\.)\d+\b", lambda number: str(int(number[0]) + shift), block.module, count=1)
@@ -266,7 +269,7 @@ def _moved(block: Block, shift: int) -> Block:
 
 
 def find_inconsistencies(trace: Trace) -> Iterator[str]:
-    """What cannot happen in a stream of events: a block that is freed twice or before it is allocated."""
+    """Describes impossible events in a stream: a block that is freed twice or before it is allocated."""
     alive: set[int] = set()
     for ident, is_new in trace.events:
         if is_new == (ident in alive):

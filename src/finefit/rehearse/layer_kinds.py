@@ -1,4 +1,4 @@
-"""Which layers of a model are alike, and a rehearsal of the whole depth at the price of a few layers."""
+"""Determines which layers of a model are alike, and rehearses the whole depth with a few layers."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -26,11 +26,11 @@ from finefit.vision import vision_forward_of
 
 
 def rehearse_extrapolated(cfg: StepConfig, memo: dict[str, Rehearsal] | None = None) -> Rehearsal:
-    """Like `rehearse`, but executes only layers that differ, or all of them where layers do not repeat or a
-    gradient is missing.
+    """Like `rehearse`, but executes only layers that differ, or all of them if layers do not repeat or a gradient is
+    missing.
 
-    `memo` keeps what was executed: another number of recomputed layers needs the same few. In the result, layers of a
-    vision tower belong to no layer, since levers do not count them."""
+    `memo` keeps executed rehearsals: another number of recomputed layers needs the same few. In the result, layers of a
+    vision tower are assigned to no layer, since levers do not count them."""
     memo = {} if memo is None else memo
     if custom_source_in(cfg.config) is not None:
         return _rehearse_custom(cfg, memo)
@@ -47,7 +47,7 @@ def rehearse_extrapolated(cfg: StepConfig, memo: dict[str, Rehearsal] | None = N
 def _extrapolated(
     cfg: StepConfig, config: PretrainedConfig, kinds: Sequence[str], memo: dict[str, Rehearsal]
 ) -> Rehearsal | None:
-    """None where all layers have to be executed."""
+    """Returns None if all layers have to be executed."""
     deepstack = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     runs = layer_runs(kinds, cfg.levers.recompute, lead=len(deepstack))
     kept = _kept(runs)
@@ -73,12 +73,12 @@ def _extrapolated(
 
 
 def memo_key(cfg: StepConfig) -> str:
-    """What was executed for it is kept under this key, whatever the card."""
+    """Returns the key under which executed rehearsals are kept, independent of the card."""
     return repr(replace(cfg, capability=(0, 0)))
 
 
 def _executed(cfg: StepConfig, memo: dict[str, Rehearsal]) -> Rehearsal:
-    """Cards whose kernels do the same share what was executed; only the sizes of their workspaces may differ."""
+    """Cards whose kernels behave the same share executed rehearsals; only their workspace sizes may differ."""
     kernels = device_kernels(cfg.device, cfg.capability, cfg.precision)
     key = memo_key(cfg)
     if key in memo and not _does_as(memo[key].kernels, kernels):
@@ -92,7 +92,7 @@ def _executed(cfg: StepConfig, memo: dict[str, Rehearsal]) -> Rehearsal:
 
 
 def _does_as(rehearsed: DeviceKernels, other: DeviceKernels) -> bool:
-    """Whether other kernels would have done what these have done in a rehearsal, but for the size of workspaces."""
+    """Returns whether other kernels would have behaved the same in this rehearsal, except for workspace sizes."""
     limits = rehearsed.widest_head, other.widest_head
     is_same_choice = all((width <= limits[0]) == (width <= limits[1]) for width in rehearsed.asked_widths)
     like = replace(other, workspace_bytes=rehearsed.workspace_bytes, widest_head=rehearsed.widest_head)
@@ -100,13 +100,13 @@ def _does_as(rehearsed: DeviceKernels, other: DeviceKernels) -> bool:
 
 
 def _kept(runs: Sequence[LayerRun]) -> list[int]:
-    """The first layers of each run: whole periods are left out, so the kinds stay in step."""
+    """Returns the first layers of each run: whole periods are left out, so the order of kinds is kept."""
     starts = (sum(run.num_layers for run in runs[:at]) for at in range(len(runs)))
     return [start + at for start, run in zip(starts, runs, strict=True) for at in range(run.rehearsed)]
 
 
 def names_layers(cfg: StepConfig) -> bool:
-    """Whether single layers are trained, or stored packed, by their number, so that layers of one kind may differ."""
+    """Returns whether single layers are trained, or stored packed, by number, so that layers of one kind may differ."""
     if (packed := packed_weights(cfg.config)) is not None and packed.names_layers:
         return True
     tuning = cfg.tuning
@@ -122,7 +122,7 @@ def names_layers(cfg: StepConfig) -> bool:
 
 
 def layer_kinds(config: PretrainedConfig) -> list[str]:
-    """What distinguishes one layer from another, according to the config."""
+    """Returns what distinguishes the layers from one another, according to the config."""
     text = config.get_text_config()
     kinds = layer_types_of(config) or ["layer"] * text.num_hidden_layers
     dense, every = set(getattr(text, "mlp_only_layers", None) or ()), getattr(text, "decoder_sparse_step", 1) or 1
@@ -137,20 +137,20 @@ def layer_kinds(config: PretrainedConfig) -> list[str]:
 
 
 def layer_runs(kinds: Sequence[str], recompute: int, lead: int = 0) -> tuple[LayerRun, ...]:
-    """The recomputed layers and the kept ones, each with the period in which its kinds repeat. The first `lead` layers
-    stand for themselves: they also receive features of deeper and deeper vision layers (deepstack)."""
+    """Returns the recomputed and the kept layers as runs, each with the period in which its kinds repeat. The first
+    `lead` layers are never repeated: they also receive features of increasingly deep vision layers (deepstack)."""
     period = period_of(kinds)
     borders = sorted({0, recompute, min(lead, len(kinds)), len(kinds)})
     return tuple(LayerRun(end - start, period if start >= lead else end - start) for start, end in pairwise(borders))
 
 
 def period_of(kinds: Sequence[str]) -> int:
-    """The number of layers after which the kinds repeat."""
+    """Returns the number of layers after which the kinds repeat."""
     return next(p for p in range(1, len(kinds) + 1) if all(kinds[at] == kinds[at % p] for at in range(len(kinds))))
 
 
 def with_layers(config: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
-    """The same config with other layers."""
+    """Returns the same config with other layers."""
     if isinstance(config.get("text_config"), dict):  # the language tower of a vision-language model
         return config | {"text_config": with_layers(config["text_config"], kinds)}
     short = dict(config, num_hidden_layers=len(kinds))
@@ -167,8 +167,8 @@ def with_layers(config: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
 
 
 def stands_for(short: dict[str, Any], whole: dict[str, Any], kinds: Sequence[str], kept: Sequence[int]) -> bool:
-    """Whether layers of one kind are alike in the model, each with weights of its own, and the layers of a shortened
-    config are those that were kept: some configs have patterns of layers that are not known here."""
+    """Returns whether layers of one kind are alike in the model, each with weights of its own, and whether a shortened
+    config has exactly the kept layers: some configs have patterns of layers that this module does not know."""
     if short == whole:
         return True
     layers = layer_shapes(json.dumps(whole, sort_keys=True))
@@ -176,17 +176,17 @@ def stands_for(short: dict[str, Any], whole: dict[str, Any], kinds: Sequence[str
         return False
     try:
         return layer_shapes(json.dumps(short, sort_keys=True)) == tuple(layers[at] for at in kept)
-    except ModelError:  # a list in the config is as long as the model is deep
+    except ModelError:  # a list in the config has as many entries as the model has layers
         return False
 
 
 _PLAIN, _WHOLE, _TAPPED, _UNUSED = "layer", "whole", "tapped", "unused"
-"""`whole`: attends to the whole image where others attend to windows; `tapped`: its output is read by more than the
-next layer; `unused`: no image passes it."""
+"""`whole`: attends to the whole image while others attend to windows; `tapped`: its output is read by more than the
+next layer; `unused`: no image reaches it."""
 
 
 def tower_kinds(config: PretrainedConfig) -> list[str]:
-    """What distinguishes one layer of the vision tower from another; empty for a language model."""
+    """Returns what distinguishes the layers of the vision tower from one another; empty for a language model."""
     if vision_forward_of(config) is None:
         return []
     vision = config.vision_config
@@ -200,9 +200,9 @@ def tower_kinds(config: PretrainedConfig) -> list[str]:
 
 
 def tower_cuts(kinds: Sequence[str]) -> Iterator[tuple[tuple[LayerRun, ...], list[str]]]:
-    """Runs of layers with the kinds of those to be rehearsed: the fewest first, all of them last."""
+    """Yields runs of layers with the kinds of the rehearsed ones: the fewest layers first, all of them last."""
     middle = kinds[1:-1]
-    # where one kernel takes pieces of any length, plain and whole layers differ only in sizes
+    # if one kernel handles pieces of any length, plain and whole layers differ only in size
     if LayerRun(len(kinds)).missing and set(middle) == {_PLAIN, _WHOLE}:
         like = tuple(int(kind != middle[0]) for kind in middle)
         yield (LayerRun(len(kinds), like=like),), [kinds[0], middle[0], middle[like.index(1)], kinds[-1]]
@@ -212,7 +212,7 @@ def tower_cuts(kinds: Sequence[str]) -> Iterator[tuple[tuple[LayerRun, ...], lis
 
 
 def with_tower_layers(values: dict[str, Any], config: PretrainedConfig, kinds: Sequence[str]) -> dict[str, Any]:
-    """`values` of `config` with other layers in the tower."""
+    """Returns `values` of `config` with other layers in the tower."""
     vision = config.vision_config
     if kinds == tower_kinds(config):
         return values
@@ -232,7 +232,7 @@ def with_tower_layers(values: dict[str, Any], config: PretrainedConfig, kinds: S
 
 
 def _features(config: PretrainedConfig, depth: int) -> list[int]:
-    """After how many layers features are taken, in order; empty where they come from the whole tower."""
+    """Returns after how many layers features are taken, in order; empty if they come from the whole tower."""
     asked = getattr(config, "vision_feature_layer", None)
     if asked is None:
         return []
@@ -243,17 +243,17 @@ def _depth_key(vision: PretrainedConfig) -> str:
     return "depth" if hasattr(vision, "depth") else "num_hidden_layers"
 
 
-# A custom model's file does not say which of its layers are alike. Those count as alike that have the same class and
-# the same tensors, are in one list and are treated alike; for every model it is verified once that a few of them give
-# the same trace as all of them. The candidate that is chosen is always rehearsed whole.
+# A custom model's file does not say which of its layers are alike. Layers count as alike if they have the same class
+# and tensors, are in one list and are treated alike; for every model it is verified once that a few of them give the
+# same trace as all of them. The chosen candidate is always rehearsed in full.
 
 _KINDS: dict[str, tuple[tuple[str, ...], ...]] = {}
 _PROVED: dict[str, bool] = {}
-"""By config and tuning, for the life of the process."""
+"""Whether a few layers represent all, by config and tuning, for the lifetime of the process."""
 
 
 def _rehearse_custom(cfg: StepConfig, memo: dict[str, Rehearsal]) -> Rehearsal:
-    """As `rehearse`; a quick rehearsal executes only a few layers where they are proved to represent all."""
+    """Like `rehearse`; a quick rehearsal executes only a few layers if they are proved to represent all."""
     key = _key(cfg)
     if not cfg.is_quick or _PROVED.get(key) is False:
         return _executed(cfg, memo)
@@ -275,7 +275,7 @@ def _key(cfg: StepConfig) -> str:
 
 
 def _stretched(cfg: StepConfig, memo: dict[str, Rehearsal]) -> Rehearsal | None:
-    """None where all layers must be executed."""
+    """Returns None if all layers must be executed."""
     stacks: list[tuple[LayerRun, ...]] = []
     before = recompute = 0
     for kinds in _kinds(cfg):
@@ -301,7 +301,7 @@ def _stretched(cfg: StepConfig, memo: dict[str, Rehearsal]) -> Rehearsal | None:
 
 
 def _kinds(cfg: StepConfig) -> tuple[tuple[str, ...], ...]:
-    """Of the layers of each list: what distinguishes one from another."""
+    """Returns for each list of layers what distinguishes them from one another."""
 
     def kind(layer: nn.Module) -> str:
         tensors = (*layer.named_parameters(), *layer.named_buffers())
@@ -317,7 +317,8 @@ def _kinds(cfg: StepConfig) -> tuple[tuple[str, ...], ...]:
 
 
 def _lists(module: nn.Module) -> list[list[str]]:
-    """Names of layers by the list that they make up; nothing if a layer is in no list or a list has other members."""
+    """Returns the names of layers, by the list that holds them; nothing if a layer is in no list or a list has other
+    members."""
     named: Sequence[str] = getattr(module, "layers", None) or ()
     found = [(parent, list(names)) for parent, names in groupby(named, key=lambda name: name.rpartition(".")[0])]
     is_whole = all(
@@ -330,7 +331,7 @@ def _lists(module: nn.Module) -> list[list[str]]:
 
 
 def _keep(kept: Sequence[Sequence[int]], model: nn.Module) -> None:
-    """Removes the other layers from their lists."""
+    """Removes all but the kept layers from their lists."""
     own = custom_family_of(model)
     assert own is not None
     left: list[str] = []

@@ -1,9 +1,8 @@
-"""Records operations on fake tensors and their costs: each new storage is an allocation, its finalizer is the free.
+"""Records operations on fake tensors and their costs: each new storage is an allocation, and its finalizer is the free.
 
-Where an event belongs is known without touching the step: in forward by the modules being called, in backward by the
-sequence number of the autograd node, which names the module whose forward made the node, and in the update by the
-tensors that an operation takes.
-"""
+The place of an event is found without changes to the step: in forward by the called modules, in backward by the
+sequence number of the autograd node, which identifies the module whose forward made the node, and in the update by the
+tensors that an operation takes."""
 
 import weakref
 from bisect import bisect_right
@@ -37,9 +36,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase = "load"
         """`load`, `batch`, `step`, `reference`, `validation` or `generation`; see `_find_instant`."""
         self.last: tuple[str, str] = ("", "")
-        """The current module and operation, named when an operation cannot be rehearsed."""
+        """The current module and operation, for the error if an operation cannot be rehearsed."""
         self.entered: dict[str, bool] = {}
-        """Modules that were called, and whether with gradients enabled in any call."""
+        """Called modules, and whether gradients were enabled in any call."""
         self._kernels = kernels
         self._alive: dict[int, int] = {}
         self._unit_of: dict[int, int] = {}
@@ -47,7 +46,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack: list[Place] = [NOWHERE]
         self._starts: list[int] = [0]
         self._places: list[Place] = [NOWHERE]
-        """The place in which autograd nodes were made, by the first sequence number."""
+        """The place in which autograd nodes were made, indexed by their first sequence number."""
         self._with_workspace: set[str] = set()
         self._instant, self._unit = "load", OUTSIDE
         self._in_backward = self._in_backbone = False
@@ -59,7 +58,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             module.register_forward_hook(self._leave, always_call=True)
 
     def reading(self, read: Callable[P, R]) -> Callable[P, R]:
-        """Wraps the backbone: what it executes is the forward, the head is part of the loss."""
+        """Wraps the backbone: what it executes is the forward; the head is part of the loss."""
 
         def watched(*args: P.args, **kwargs: P.kwargs) -> R:
             self._in_backbone = True
@@ -72,7 +71,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter(self, name: str, unit: int | None, *_: object) -> None:
         self.entered[name] = self.entered.get(name, False) or torch.is_grad_enabled()
-        # without a layer of its own: that of the caller, or in backward of the node that recomputes it
+        # without a layer of its own: that of the caller, or in backward that of the recomputing node
         inherited = self._find_place(torch._C._current_autograd_node(), ())[1] if unit is None else unit
         self._stack.append((name, inherited))
         self._note_place()
@@ -111,10 +110,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.prim.device.default:
-            return args[0].device  # two of three calls: a fake tensor knows it without torch's dispatcher
+            return args[0].device  # two of three calls: a fake tensor knows its device without torch's dispatcher
         node = torch._C._current_autograd_node()
         if node is not None and len(self._stack) == 1 and func is _ATEN.add.Tensor and _is_free(args[0]):
-            func = _ATEN.add_.Tensor  # autograd sums gradients in place, but not those of fake tensors
+            func = _ATEN.add_.Tensor  # autograd sums gradients in place, except for fake tensors
         module, self._unit = self._find_place(node, args)
         self._instant = self._find_instant(node)
         self.last = (module, func.name())
@@ -128,7 +127,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_new |= self._born(leaf.untyped_storage(), module, self._unit if units is None else units[at])
         thread = "backward" if node is not None else "forward"
         if func in _PRODUCTS and thread not in self._with_workspace and self._kernels.workspace_bytes:
-            # cuBLAS allocates it at a thread's first product, after the result, and keeps it
+            # cuBLAS allocates this at a thread's first product, after the result, and keeps it
             self._with_workspace.add(thread)
             self.trace.allocate(Block(self._kernels.workspace_bytes, WORKSPACE, "", thread, OUTSIDE), OUTSIDE)
         sizes = self._kernels.hidden_bytes(func, args)
@@ -151,7 +150,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._alive.get(key) == ident:
             unit = self._unit_of.pop(key)
             del self._alive[key]
-            # the update goes from tensor to tensor; elsewhere a free belongs to the layer being executed
+            # the update proceeds from tensor to tensor; otherwise a free belongs to the layer being executed
             self.trace.free(ident, unit if self._instant == "update" else self._unit, self._instant)
 
     def _count(
@@ -178,30 +177,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace.costs.setdefault((self._instant, unit), Counter())[cost] += 1
 
     def finish(self) -> Trace:
-        """Nothing is recorded from now on: Python frees what is still alive at any time."""
+        """Ends the recording: Python may free what is still alive at any time."""
         self._alive.clear()
         return self.trace
 
     def name(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Sets the category of tensors that are known by their owner: weights, gradients, optimizer state."""
+        """Sets the category of tensors that their owner identifies: weights, gradients, optimizer state."""
         for tensor in tensors:
             ident = self._alive.get(tensor.untyped_storage()._cdata)
             if ident is not None:
                 self.trace.categories[ident] = category
 
     def join(self, tensors: Iterable[Tensor], to: Tensor) -> None:
-        """Operations on these now belong to the layer of `to`: a step counter is made from no other tensor."""
+        """Assigns later operations on these to the layer of `to`: a step counter is not made from any other tensor."""
         unit = self._unit_of.get(to.untyped_storage()._cdata, OUTSIDE)
         self._unit_of |= {key: unit for tensor in tensors if (key := tensor.untyped_storage()._cdata) in self._unit_of}
 
     def place(self, unit: int) -> None:
-        """The layer of what is made outside any module."""
+        """Sets the layer of what is made outside any module."""
         self._stack[0] = ("", unit)
         self._unit = unit
 
 
 def _is_free(tensor: Any) -> bool:
-    """Whether only autograd's buffer holds it: one use there, and one here."""
+    """Returns whether only autograd's buffer holds the tensor: one use there, and one here."""
     return isinstance(tensor, Tensor) and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2
 
 

@@ -1,11 +1,10 @@
-"""The real step, executed on fake tensors: no GPU, no weights.
+"""Executes the real step on fake tensors: no GPU, no weights.
 
-Two optimizer steps: the first allocates the optimizer's state, the second is the steady state.
+It takes two optimizer steps: the first allocates the optimizer's state, the second is the steady state.
 
-Where a trained tensor gets no gradient, the rehearsal says why as far as it can tell. On the path from the model down
-to the tensor, the first module that was called without gradients is where they end. Where there is none, the tensor's
-own module was never called, or its output was never used.
-"""
+If a trained tensor gets no gradient, the rehearsal reports the reason as far as it can. On the path from the model to
+the tensor, gradients end at the first module that was called without them. If there is none, the tensor's own module
+was never called, or its output was never used."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from finefit.artifacts.forecasts import grouped_names
 from finefit.custom.inputs import blank_extra
 from finefit.data.order import capacity_of
-from finefit.errors import ModelError
+from finefit.errors import ModelError, first_line
 from finefit.model.adapter import REFERENCE
 from finefit.model.load import weight_dtype
 from finefit.model.resolve_model import custom_source_in
@@ -52,9 +51,9 @@ from finefit.vision import tower_in
 class Rehearsal:
     trace: Trace
     unreached: tuple[str, ...]
-    """Trained tensors that no gradient reached."""
+    """Trained tensors that no gradient reaches."""
     causes: tuple[str, ...]
-    """Why, as far as the rehearsal can tell."""
+    """The reasons, as far as the rehearsal can tell."""
     frozen: tuple[str, ...]
     """Adapters that are not trained."""
     kernels: fake_kernels.DeviceKernels
@@ -65,12 +64,12 @@ def rehearse(
     adjust: Callable[[nn.Module], None] = lambda _: None,
     bend: Callable[[Forward], Forward] = lambda f: f,
 ) -> Rehearsal:
-    """`adjust` may change the model before the first step, as user code would, and `bend` the forward."""
+    """`adjust` may change the model before the first step, as user code would, and `bend` may change the forward."""
     kernels = fake_kernels.device_kernels(cfg.device, cfg.capability, cfg.precision)
     model = build_on_meta(cfg, kernels)
     adjust(model)
     extra, validation = _extra(cfg), None
-    if cfg.validation is not None:  # its rows are never packed
+    if cfg.validation is not None:  # validation rows are never packed
         tokens = max(cfg.validation[0], num_tokens(cfg.config, cfg.grids))
         levers = replace(cfg.levers, packing=False)
         padded = replace(cfg, tokens=tokens, supervised=cfg.validation[1], levers=levers)
@@ -87,7 +86,7 @@ def rehearse(
             fake_kernels.widen_norms(model)
         if not trainable_of(model):
             what = ", ".join(frozen_adapters(model)) or "every tensor"
-            raise ModelError(f"nothing is trained: {what} is frozen", "leave requires_grad of what is to be trained on")
+            raise ModelError(f"nothing is trained: {what} is frozen", "keep requires_grad=True for trained tensors")
         optimizer = _optimizer(model, cfg.optimizer, cfg.device)
         forward = bind(
             model,
@@ -108,7 +107,7 @@ def rehearse(
 
 
 def _extra(cfg: StepConfig) -> Extra | None:
-    """What a batch has beside its tokens, on the meta device."""
+    """Returns what a batch has besides its tokens, on the meta device."""
     rows, tokens = cfg.levers.micro_batch, cfg.tokens
     if (found := custom_source_in(cfg.config)) is not None:
         return blank_extra(found, rows=rows, tokens=tokens, supervised=cfg.supervised, sizes=cfg.grids)
@@ -124,16 +123,16 @@ def _steps(
     extra: Extra | None,
     validation: tuple[StepConfig, Extra | None] | None,
 ) -> tuple[str, ...]:
-    """The names of trained tensors that no gradient reached."""
+    """Returns the names of trained tensors that no gradient reaches."""
     unreached: list[str] = []
 
     def decide(_: Tensor) -> bool:
         recorder.name((p.grad for p in trainable_of(model).values() if p.grad is not None), "gradients")
-        updated = {id(parameter) for parameter in optimizer.state}  # inside backward, whose gradients are gone by now
+        updated = {id(parameter) for parameter in optimizer.state}  # inside backward, which has freed their gradients
         unreached[:] = [name for name, p in trainable_of(model).items() if p.grad is None and id(p) not in updated]
         return True
 
-    scale = 2.0 if cfg.precision == "fp16" else 1.0  # any scale but 1: the step divides it out again
+    scale = 2.0 if cfg.precision == "fp16" else 1.0  # any scale but 1: the step divides by it again
     objective = _with_reference_instant(make_objective(cfg.objective, cfg.tuning, model, forward), recorder)
     if is_reference_cached(cfg.objective, cfg.tuning):
         recorder.phase = "reference"
@@ -174,7 +173,7 @@ def _steps(
 
 
 def _with_reference_instant(objective: Minimised, recorder: Recorder) -> Minimised:
-    """The pass through the reference is an instant of its own."""
+    """Records the pass through the reference as an instant of its own."""
     if not isinstance(objective, DpoLoss):
         return objective
     reference = objective.reference
@@ -190,7 +189,7 @@ def _with_reference_instant(objective: Minimised, recorder: Recorder) -> Minimis
 
 
 def _settle(cfg: StepConfig, model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
-    """As after some steps, and some micro-batches where gradients accumulate."""
+    """Puts optimizer and gradients in their steady state."""
     recorder.phase = "update"
     for parameter in trainable_of(model).values():
         parameter.grad = torch.zeros_like(parameter)
@@ -210,12 +209,12 @@ def _note_state(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
 def untraceable(model: nn.Module, recorder: Recorder, error: Exception) -> ModelError:
     module, operation = recorder.last
     place = f" in {module}" if module else ""
-    problem = f"{operation}{place} failed on fake tensors: {str(error).strip().splitlines()[0]}"
+    problem = f"{operation}{place} failed on fake tensors: {first_line(error)}"
     if isinstance(error, _NEEDS_VALUES):
         remedy = "remove `.item()`, boolean masks and `if tensor` from this module's forward"
         remedy = f"a rehearsal has shapes but no values: {remedy}"
     else:
-        remedy = "take the config.json of the published model; if this is it, please report a fault of finefit"
+        remedy = "use the config.json of the published model; if you do already, please report a fault of finefit"
     return ModelError(f"{type(model).__name__} cannot be rehearsed: {problem}", remedy)
 
 
@@ -241,7 +240,7 @@ def _batch(cfg: StepConfig, extra: Extra | None) -> Batch:
 
 
 def _packed(cfg: StepConfig) -> Packed:
-    """The longest rows, with boundaries for as many as a pack may have: the kernel's memory grows with both."""
+    """Packs the longest rows, with boundaries for the maximum number of rows: the kernel's memory grows with both."""
     rows, sides, tokens = cfg.levers.micro_batch, cfg.sides, cfg.tokens
     most = cfg.rows_per_step or rows * tokens
     capacity = capacity_of(micro_batch=rows, longest=tokens, supervised=cfg.supervised, rows_per_step=most, sides=sides)
@@ -262,7 +261,7 @@ def _optimizer(model: nn.Module, spec: AdamW, device: str) -> torch.optim.Optimi
 
 
 class _HostMemory:
-    """Stands for pinned memory, which is counted apart. One tensor is on its way out, one on its way back."""
+    """Replaces pinned memory, which is counted separately. One tensor is on its way out, and one on its way back."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace, self._now = trace, 0
@@ -295,7 +294,7 @@ class _HostMemory:
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Never called themselves."""
+"""These modules are never called themselves."""
 
 _NO_INPUT = "gets no input (a tower that the batch does not use); feed it, or leave it out of tuning.targets"
 _NO_IMAGE = (
@@ -314,8 +313,8 @@ _UNUSED = "its output does not reach the loss: it is dropped, detached, or used 
 def explain(
     model: nn.Module, unreached: Sequence[str], entered: Mapping[str, bool], *, shows_images: bool = True
 ) -> tuple[str, ...]:
-    """`entered`: the modules that were called, in the order of their first calls, and whether with gradients enabled in
-    any call. `shows_images`: whether any row does."""
+    """`entered`: the called modules, in the order of their first calls, and whether gradients were enabled in any call.
+    `shows_images`: whether any row has images."""
     modules = dict(model.named_modules())
     places: dict[str, list[str]] = {}  # by cause
     for name in unreached:
@@ -329,13 +328,14 @@ def explain(
 
 
 def frozen_adapters(model: nn.Module) -> tuple[str, ...]:
-    """Attached and then frozen, so that they are not in `unreached`; without the frozen copy for a DPO reference."""
+    """Returns adapters that were attached and then frozen, so that they are not in `unreached`; without the frozen copy
+    for a DPO reference."""
     found = (name for name, p in model.named_parameters() if "lora_" in name and not p.requires_grad)
     return tuple(grouped_names(name for name in found if f".{REFERENCE}" not in name))
 
 
 def _cause(owner: str, modules: Mapping[str, nn.Module], entered: Mapping[str, bool]) -> tuple[str, str]:
-    """What is wrong, and with which module."""
+    """Returns the cause, and the module that has it."""
     path = _path(owner)
     blind = next((at for at, above in enumerate(path) if entered.get(above) is False), None)
     if owner not in entered and blind is None:
@@ -348,7 +348,7 @@ def _cause(owner: str, modules: Mapping[str, nn.Module], entered: Mapping[str, b
     callers = [at for at in range(blind) if path[at] in entered]
     if any(_is_reentrant(modules[above]) for above in path[callers[-1] if callers else 0 : blind + 1]):
         return _REENTRANT, path[blind]
-    # after a trained one its input most likely requires gradients, and no kind of checkpointing stops them
+    # after a trained module its input most likely requires gradients, and no kind of checkpointing stops them
     before = takewhile(lambda name: name != path[blind], entered)
     earlier = (p for name in before if entered[name] for p in modules[name].parameters(recurse=False))
     is_plain = not callers or any(p.requires_grad for p in earlier)
@@ -356,7 +356,7 @@ def _cause(owner: str, modules: Mapping[str, nn.Module], entered: Mapping[str, b
 
 
 def _is_reentrant(module: nn.Module) -> bool:
-    """Whether it checkpoints what it calls, or itself, re-entrantly."""
+    """Returns whether the module checkpoints what it calls, or itself, re-entrantly."""
     functions: list[Any] = [module.forward]
     if getattr(module, "gradient_checkpointing", False):
         functions.append(getattr(module, "_gradient_checkpointing_func", None))
@@ -370,6 +370,6 @@ def _is_reentrant(module: nn.Module) -> bool:
 
 
 def _path(name: str) -> list[str]:
-    """From the model, whose name is empty, to the module itself."""
+    """Returns the path from the model, whose name is empty, to the module itself."""
     parts = name.split(".") if name else []
     return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]

@@ -1,34 +1,34 @@
-"""What a rehearsal leaves: allocation events, what each allocation is and where it was made, and the cost of every
-operation; and what one of several cards holds of it when state is sharded."""
+"""The result of a rehearsal: allocation events, what each allocation is and where it was made, and the cost of every
+operation; and the part of it that one of several cards holds if state is sharded."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 OUTSIDE = -1
-"""The layer of what belongs to no layer."""
+"""The layer of blocks that belong to no layer."""
 WARM_UP, LOADED = "warm-up", "aten::empty_strided"
-"""Operations of loading: all weights in one piece, freed at once, and each of them."""
+"""Operations of loading: all weights in one piece, which is freed at once, and each weight."""
 WORKSPACE = "workspace"
 """The instant of what cuBLAS allocates at a thread's first product and keeps."""
 _CATEGORIES = {"load": "weights", "forward": "activations", "loss": "loss", WORKSPACE: "workspace", "batch": "batch"}
-"""The category of an allocation by when it was made, unless its owner is known."""
+"""The category of an allocation by its instant, unless its owner is known."""
 
 
 class Cost(NamedTuple):
-    """Of one kernel."""
+    """The cost of one kernel."""
 
     flops: float
     num_bytes: float
-    """Read and written."""
+    """Bytes read and written."""
     is_half: bool
-    """In 16 bits."""
+    """Whether it computes in 16 bits."""
     is_attention: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One allocation: when, in which module and by which operation it was made, and for which layer."""
+    """One allocation: the instant, module and operation that made it, and its layer."""
 
     num_bytes: int
     instant: str
@@ -40,21 +40,21 @@ class Block:
 @dataclass(slots=True)
 class Trace:
     blocks: list[Block] = field(default_factory=list)
-    """By ident."""
+    """Blocks by ident."""
     events: list[tuple[int, bool]] = field(default_factory=list)
     """(ident, whether it is allocated or freed)."""
     units: list[int] = field(default_factory=list)
-    """By event: the layer that was being worked on."""
+    """For each event, the layer that was being executed."""
     instants: list[str] = field(default_factory=list)
-    """By event."""
+    """For each event, its instant."""
     categories: dict[int, str] = field(default_factory=dict)
-    """Of idents whose owner is known: gradients, optimizer state."""
+    """Categories of idents whose owner is known: gradients, optimizer state."""
     costs: dict[tuple[str, int], Counter[Cost]] = field(default_factory=dict)
     """Kernels by (instant, layer)."""
     operations: dict[tuple[str, int], int] = field(default_factory=dict)
     """Operations that the host dispatches, views included, by (instant, layer)."""
     host_bytes: int = 0
-    """Of pinned memory, at its peak."""
+    """Peak of pinned memory."""
 
     def allocate(self, block: Block, unit: int) -> int:
         self.blocks.append(block)
@@ -70,7 +70,7 @@ class Trace:
         self.instants.append(instant)
 
     def beyond(self, num_layers: int) -> "Trace":
-        """The same, with what is numbered beyond these layers assigned to no layer."""
+        """Returns the trace with layers numbered beyond these assigned to no layer."""
         costs: dict[tuple[str, int], Counter[Cost]] = {}
         operations: Counter[tuple[str, int]] = Counter()
         for (instant, unit), found in self.costs.items():
@@ -86,24 +86,24 @@ class Trace:
         )
 
     def with_workspaces(self, num_bytes: int) -> "Trace":
-        """The same on a card whose libraries take workspaces of another size."""
+        """Returns the trace for a card whose libraries use workspaces of another size."""
         resized = (replace(one, num_bytes=num_bytes) if one.instant == WORKSPACE else one for one in self.blocks)
         return replace(self, blocks=list(resized))
 
     def loaded(self, unit: int) -> int:
-        """Bytes of a layer's weights and adapters, rounded as the allocator rounds."""
+        """Returns the bytes of a layer's weights and adapters, rounded like the allocator."""
         sizes = (block.num_bytes for block in self.blocks if block.unit == unit and block.operation == LOADED)
         return sum(-(-num_bytes // 512) * 512 for num_bytes in sizes)
 
     def stream(self) -> list[tuple[int, int]]:
-        """For the allocator: (ident, bytes), 0 bytes for a free."""
+        """Returns events for the allocator: (ident, bytes), with 0 bytes for a free."""
         return [(ident, self.blocks[ident].num_bytes if is_new else 0) for ident, is_new in self.events]
 
     def category(self, ident: int) -> str:
         return self.categories.get(ident) or _CATEGORIES.get(self.blocks[ident].instant, "temporary")
 
     def components(self, until: int) -> dict[str, int]:
-        """Bytes by category after event `until`, rounded as the allocator rounds."""
+        """Returns bytes by category after event `until`, rounded like the allocator."""
         events, total = self.events[: until + 1], Counter[str]()
         freed = {ident for ident, is_new in events if not is_new}
         for ident, is_new in events:
@@ -112,7 +112,7 @@ class Trace:
         return dict(total.most_common())
 
     def peak_below(self, limit: int) -> int:
-        """The most that blocks smaller than `limit` took at once."""
+        """Returns the largest total of blocks smaller than `limit` at one time."""
         now = most = 0
         for ident, is_new in self.events:
             size = self.blocks[ident].num_bytes
@@ -122,7 +122,7 @@ class Trace:
         return most
 
     def peaks(self) -> dict[str, int]:
-        """The most that was allocated during each instant."""
+        """Returns the largest allocated total during each instant."""
         now = 0
         found: dict[str, int] = {}
         for ident, is_new in self.events:
@@ -144,20 +144,20 @@ _DIVIDED: dict[Sharding, set[str]] = {
     "zero3": _STATE | {"weights", "adapters"},
 }
 _BUCKET_BYTES = 25 << 20
-"""Of gradients in transit between cards."""
+"""Bytes of gradients in transit between cards."""
 _LIVE_VALUES = 250_000_000
-"""Of weights that ZeRO-3 leaves whole because they are used again soon."""
+"""Values of weights that ZeRO-3 leaves unsharded because they are reused soon."""
 _WIDENED = "aten::_to_copy"
 
 
 def sharded(trace: Trace, sharding: Sharding, count: int, *, gathers_halves: bool = False) -> Trace:
-    """What one of several cards holds: arithmetic on the rehearsed tensors, not measured on several cards.
-    `gathers_halves`: fp32 weights are gathered in 16 bits, as fsdp2 does where products are taken in 16 bits.
+    """Returns what one of several cards holds: arithmetic on the rehearsed tensors, not measured on several cards.
+    `gathers_halves`: fp32 weights are gathered in 16 bits, as fsdp2 does if products are computed in 16 bits.
 
-    Beside its shards each engine (`step.engine`, `step.deepspeed`) holds: ddp one bucket of gradients; fsdp2 three
-    layers (two in use, one being fetched), all weights outside the layers, and the gradients of two layers; zero2 and
-    zero3 two buckets, the largest gradient and an fp32 copy of the trained weights, divided; zero3 also whole weights
-    up to a limit."""
+    In addition to its shards each engine (`step.engine`, `step.deepspeed`) holds: ddp one bucket of gradients; fsdp2
+    three layers (two in use, one being fetched), all weights outside the layers, and the gradients of two layers; zero2
+    and zero3 two buckets, the largest gradient and a sharded fp32 copy of the trained weights; zero3 also unsharded
+    weights up to a limit."""
     divided = _DIVIDED[sharding]
     blocks = [
         replace(block, num_bytes=-(-block.num_bytes // count))
@@ -180,7 +180,7 @@ def _extra_bytes(trace: Trace, sharding: Sharding, count: int, *, gathers_halves
     held = [block for category, block in loaded if category in ("weights", "adapters")]
     adapters = [block for category, block in loaded if category == "adapters"]
     widened = [block for block in trace.blocks if block.operation == _WIDENED and block.instant == "load"]
-    trained = adapters or widened or held  # adapters where there are some, else what was widened to be trained
+    trained = adapters or widened or held  # adapters if there are any, else what was widened to be trained
     match sharding:
         case "none":
             return 0

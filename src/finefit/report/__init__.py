@@ -1,1 +1,1 @@
-"""Records -> tables and views. No decisions."""
+"""Turns records into tables and views. No decisions are made here."""

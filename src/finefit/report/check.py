@@ -1,4 +1,4 @@
-"""The problems that were found and what was proved, of a spec (`finefit check`) and of a machine (`finefit doctor`)."""
+"""The problems and proofs that were found for a spec (`finefit check`) and for a machine (`finefit doctor`)."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -38,13 +38,13 @@ def show_stage(name: str, stage: "CheckedStage", console: Console, *, is_flat: b
     if forecast.fits:
         lines.append(f"memory      {gib(forecast.peak_bytes)} of {gib(forecast.budget_bytes)} on {forecast.card}")
     if not forecast.gradients.unreached:
-        lines.append(f"gradients   all {forecast.gradients.trainable:,} trained tensors get one")
+        lines.append(f"gradients   all {forecast.gradients.trainable:,} trained tensors get a gradient")
     lines += [f"towers      {line}" for line in tower_lines(forecast.towers)]
     lines.append(f"rows        longest {forecast.lengths.longest:,} tokens ({forecast.lengths.source})")
     if (efficiency := stage.efficiency) is not None:
         grouped = f"{efficiency.grouped:.0%} if padded and grouped by length"
         padded = grouped if forecast.levers.packing else "padded, grouped by length"
-        own = f"{efficiency.own:.0%} of the tokens computed are rows' own"
+        own = f"{efficiency.own:.0%} of the computed tokens belong to rows"
         compared = f"({padded}; {efficiency.in_order:.0%} if padded in the order of the rows)"
         lines.append(f"layout      {efficiency.batches_per_step:.1f} micro-batches a step; {own} {compared}")
     for line in lines:
@@ -60,11 +60,11 @@ def show_findings(found: "CheckedPipeline", console: Console) -> None:
         if finding.remedy:
             console.print(f"  {finding.remedy}", soft_wrap=True)
     if not found.has_errors:
-        console.print("no problem was found that stops this run")
+        console.print("no problems found that would stop this run")
 
 
 def show_example(title: str, pieces: Sequence[tuple[str, bool]], console: Console) -> None:
-    """As the model sees it; supervised text is coloured, or between brackets where there are no colours."""
+    """The example as the model sees it; supervised text is coloured, or in brackets if the console has no colours."""
     console.print(title, style="bold")
     marks = ("", "") if console.color_system else ("⟦", "⟧")
     text = Text()
@@ -75,7 +75,7 @@ def show_example(title: str, pieces: Sequence[tuple[str, bool]], console: Consol
 
 
 def check_document(found: "CheckedPipeline") -> dict[str, Any]:
-    """What `--json` prints. A flat spec has the keys of its one stage at the top, too."""
+    """The output of `--json`. A flat spec also has the keys of its one stage at the top."""
     finding_type = TypeAdapter(Finding)
     stages: dict[str, dict[str, Any]] = {}
     for name, stage in found.stages.items():
@@ -164,7 +164,7 @@ def machine_verdict(found: MachineFacts, findings: tuple[Finding, ...]) -> str:
 
 
 def machine_document(found: MachineFacts, findings: tuple[Finding, ...]) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The output of `--json`."""
     return {
         "machine": asdict(found.machine),
         "devices": [asdict(device) for device in found.torch.devices],
@@ -176,7 +176,7 @@ def machine_document(found: MachineFacts, findings: tuple[Finding, ...]) -> dict
 
 
 def show_machine(found: MachineFacts, findings: tuple[Finding, ...], console: Console) -> None:
-    """Text, not markup, because commands hold brackets; not wrapped, because they are copied."""
+    """Plain text instead of markup, because commands contain brackets, and not wrapped, because they are copied."""
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in _machine_rows(found):
         table.add_row(name, Text(value))

@@ -31,7 +31,7 @@ Style = Literal["", "strong", "soft", "good", "bad", "missing"]
 class TableCell:
     text: str
     detail: str = ""
-    """Less prominent, after the text: an interval."""
+    """Less prominent text after the main text, such as an interval."""
     style: Style = ""
     side: int | None = None
     """The side that the cell names; the page shows its colour."""
@@ -41,7 +41,7 @@ class TableCell:
 class TableRow:
     cells: tuple[TableCell, ...]
     kind: Literal["", "soft", "mean"] = ""
-    """`soft`: one data set of the row above; `mean`: the seeds above taken together."""
+    """`soft` is one data set of the row above; `mean` takes the seeds above together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class ItemView:
     prompt: str
     reference: str
     answers: tuple[tuple[str, str, str | None], ...]
-    """For both models: its name and score, the answer, and why scoring failed."""
+    """For both models, its name and score, the answer, and why scoring failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +253,7 @@ _FORMATS: dict[records.QuantityUnit, Callable[[float], str]] = {
 
 
 def document(comparison: records.Comparison) -> str:
-    """What `--json` prints: the record itself. An unbounded end of an interval is null."""
+    """The output of `--json`: the record itself. An unbounded end of an interval is null."""
     return TypeAdapter(records.Comparison).dump_json(comparison, indent=2).decode()
 
 
@@ -269,7 +269,7 @@ def terminal_view(comparison: records.Comparison) -> RenderableType:
         parts.append(_rich_table(settings_table("settings that differ", comparison, comparison.differing)))
     parts.append(_plain(comparison.verdict, "bold" if comparison.is_one_variable else "bold yellow"))
     if comparison.without_effect:
-        others = settings_table("no effect on scores", comparison, comparison.without_effect)
+        others = settings_table("differs, without effect on scores", comparison, comparison.without_effect)
         rows = ([cell.text for cell in row.cells] for row in others.rows)
         words = "; ".join(f"{key} {' | '.join(values)}" for key, *values in rows)
         parts.append(_plain(shortened(f"{others.title}: {words}", _MAX_LINE), "dim"))
@@ -293,7 +293,7 @@ def _plain(text: str, style: str = "") -> Text:
 
 
 def _split_scores(scores: TableData) -> RenderableType:
-    """As many metrics beside one another as the terminal is wide enough for."""
+    """Puts as many metrics side by side as fit the terminal's width."""
 
     def part(columns: Sequence[int], is_first: bool) -> Table:
         kept = [0, 1, 2, *columns]

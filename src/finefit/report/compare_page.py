@@ -63,7 +63,7 @@ def _page(comparison: Comparison, *, has_plots: bool) -> str:
     if comparison.differing:
         parts.append(_table(compare.settings_table("", comparison, comparison.differing)))
     if others := comparison.without_effect:
-        parts.append(f"<details><summary>{len(others)} more that have no effect on scores</summary>")
+        parts.append(f"<details><summary>{len(others)} more that have differs, without effect on scores</summary>")
         parts.append(f"{_table(compare.settings_table('', comparison, others))}</details>")
     parts += [part for task in comparison.tasks for part in _task(comparison, task, has_plots=has_plots)]
     if comparison.curves and has_plots:

@@ -20,7 +20,7 @@ INSTANTS = ("load", "batch", "reference", "forward", "loss", "backward", "update
 TOWERS = ("language", "vision", "projector")
 BAR_CELLS, INSTANT_CELLS, MAX_NAMES = 100, 14, 8
 FIGURE = 6
-"""Characters of a figure in GiB: 141.00."""
+"""The width of a figure in GiB: 141.00."""
 LOOKS = {
     "weights": ("W", "#4c78a8"),
     "activations": ("A", "#f58518"),
@@ -47,7 +47,7 @@ NEUTRAL = {
     "adapter_inputs": "adapter inputs in fp32",
 }
 ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-"""Operations that only take memory: their names say nothing about the place of a peak."""
+"""Operations that only allocate memory; their names say nothing about the place of a peak."""
 OTHER_COLOURS = ("#8cb4d8", "#c49a3a", "#7a9e3f", "#b07aa1")
 
 
@@ -75,7 +75,7 @@ def show_forecast(forecast: Forecast, console: Console, *, stage: str) -> None:
 
 
 def ordered_suggestions(suggestions: Iterable[Suggestion]) -> tuple[Suggestion, ...]:
-    """In the order of their numbers: exact ones first."""
+    """Suggestions in the order of their numbers, exact ones first."""
     return tuple(sorted(suggestions, key=lambda suggestion: not suggestion.is_exact))
 
 
@@ -100,7 +100,7 @@ def _verdict(forecast: Forecast, stage: str) -> Text:
 
 
 def card_name(forecast: Forecast) -> str:
-    """With the count, without the price."""
+    """Includes the count, but not the price."""
     name = forecast.card.partition("@")[0].strip()
     is_counted = re.match(rf"{forecast.devices}\s*[xX×]", name)
     return name if forecast.devices == 1 or is_counted else f"{forecast.devices}x{name}"
@@ -111,7 +111,7 @@ def _is_cpu(forecast: Forecast) -> bool:
 
 
 def _parts(forecast: Forecast) -> tuple[list[_Part], list[_Part]]:
-    """The components by size, and the overhead; what takes no bytes is left out."""
+    """The components by size, and the overhead; parts of zero bytes are left out."""
     by_size = sorted(forecast.components.items(), key=lambda item: -item[1])
     components = {name.replace("_", " "): num_bytes for name, num_bytes in by_size}
     overhead = {
@@ -139,8 +139,8 @@ def _has_blocks(console: Console) -> bool:
 
 
 def _bar(forecast: Forecast, parts: Sequence[_Part], console: Console) -> Iterator[Text]:
-    """As wide as the card; or, where it does not fit, as what the card would have to hold, with the card's edge marked
-    and the rest paler or in lower case."""
+    """A bar as wide as the card. If the plan does not fit, it is as wide as what the card would have to hold, with the
+    card's edge marked and the rest paler or in lower case."""
     width, has_blocks = min(console.width, BAR_CELLS), _has_blocks(console)
     free_bytes = forecast.budget_bytes - forecast.peak_bytes
     is_over = free_bytes < 0
@@ -162,7 +162,7 @@ def _bar(forecast: Forecast, parts: Sequence[_Part], console: Console) -> Iterat
 
 
 def _legend(components: Sequence[_Part], overhead: Sequence[_Part], console: Console) -> Iterator[Text]:
-    """Components by size, downwards; overhead in the last column."""
+    """Components by size, column by column, with the overhead in the last column."""
     sizes = [part.num_bytes for part in (*components, *overhead)]
     shares = layout.apportion(sizes, round(sum(sizes) / 2**30 * 100))
     hundredths = dict(zip((*components, *overhead), shares, strict=True))
@@ -188,7 +188,7 @@ def _legend(components: Sequence[_Part], overhead: Sequence[_Part], console: Con
 
 def _instants(forecast: Forecast, console: Console) -> Iterator[Text]:
     """Bars with half cells, or of # on consoles without colours. The place of the peak, such as ` in layers.27.mlp,
-    log_softmax backward`, is behind its bar, or below all bars where the line would be too long."""
+    log_softmax backward`, is behind its bar, or below all bars if the line would be too long."""
     operation = forecast.peak_operation.removeprefix("aten::").lstrip("_").partition(".")[0]
     operation = "" if operation in ALLOCATIONS else re.sub(r"_backward(_data)?$", " backward", operation)
     where = ", ".join(part for part in (_readable(forecast.peak_module), operation) if part)
@@ -223,7 +223,7 @@ def _sections(forecast: Forecast, console: Console) -> Iterator[tuple[str, Itera
     if (engine := forecast.engine).kind != "single":
         name = f"deepspeed, ZeRO stage {engine.stage}" if isinstance(engine, DeepSpeed) else engine.kind
         processes = f"{forecast.devices:,} {'process' if forecast.devices == 1 else 'processes'}"
-        yield "engine", wrapped(f"{name}, {processes}: {forecast.reasons.get('engine', 'asked for')}")
+        yield "engine", wrapped(f"{name}, {processes}: {forecast.reasons.get('engine', 'requested')}")
     lengths = forecast.lengths
     what, of = ("pairs", " of a side") if lengths.sides > 1 else ("rows", "")
     count = "" if lengths.num_rows is None else f"{lengths.num_rows:,} {what}, "
@@ -264,7 +264,7 @@ def limit_words(label: str, limit: EvalBatchLimit) -> str:
         parts.append(f"MLPs in {limit.mlp_tiles} pieces")
     if limit.devices > 1:
         spread, shared = f"one model spread over {limit.devices} cards", f"items shared over {limit.devices} processes"
-        parts.append(spread if limit.is_spread else shared)
+        parts.append(spread if limit.is_split_over_cards else shared)
     return ", ".join(parts)
 
 
@@ -284,7 +284,7 @@ def _time(forecast: Forecast) -> Iterator[str]:
 
 
 def _levers(forecast: Forecast, console: Console) -> Iterator[Text]:
-    """Those that are not at their neutral value with their reasons, the others in one line."""
+    """Levers that are not at their neutral value, with their reasons; the others in one line."""
     levers = forecast.levers
     times = "not accumulated" if forecast.accumulation == 1 else f"accumulated {forecast.accumulation:,} times"
     if levers.packing and forecast.accumulation > 1:  # a pack holds more rows than micro_batch where they are short
@@ -326,14 +326,14 @@ def _gradients(gradients: GradientMap) -> Iterator[str]:
 
 
 def _readable(name: str) -> str:
-    """base_model.model.model.layers.0.q_proj.lora_A.default.weight is layers.0.q_proj.lora_A."""
+    """Shortens base_model.model.model.layers.0.q_proj.lora_A.default.weight to layers.0.q_proj.lora_A."""
     return re.sub(r"^(base_model\.model\.)?(model\.)*", "", name).replace(".default", "").removesuffix(".weight")
 
 
 def suggestion_lines(suggestions: Sequence[Suggestion], console: Console, *, fits: bool) -> Iterator[Text]:
-    """Numbered from 1; `fits`: whether the plan fits without them."""
+    """Suggestions, numbered from 1. `fits` says whether the plan fits without them."""
     first = next((number for number, suggestion in enumerate(suggestions, start=1) if suggestion.fits), None)
-    effect = "need less memory" if fits else "make it fit, or bring it nearer" if first else "bring it nearer"
+    effect = "need less memory" if fits else "make it fit, or bring it closer" if first else "bring it closer"
     yield Text(f"changes that {effect}", style="bold")
     rows = [
         {

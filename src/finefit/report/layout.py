@@ -23,7 +23,7 @@ _TURN = re.compile(
     r"(?:<\|(?:im_start|start_header_id|turn|start)\|>|<start_of_turn>)(?P<role>\w+)(?:<\|(?:end_header_id|message)\|>)?\n*"
     r"|<\|(?P<tag>system|user|assistant|tool)\|>\n*"
 )
-"""How the templates of ChatML, Llama 3, Gemma, gpt-oss and Phi open a turn."""
+"""The openings of a turn in the templates of ChatML, Llama 3, Gemma, gpt-oss and Phi."""
 _CONTROL = re.compile(r"<\|[^|<>\s]*\|>|</?s>|<(?:bos|eos|end_of_turn)>|\[/?INST\]|<<SYS>>|<</SYS>>")
 _DIRECTION_MARKS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
@@ -34,7 +34,7 @@ def print_lines(console: Console, lines: Iterable[Text]) -> None:
 
 
 def section(label: str, lines: Iterable[Text]) -> Iterator[Text]:
-    """Lines with a label in the gutter, which may have several lines itself."""
+    """Lines with a label in the gutter; the label may have several lines itself."""
     for name, line in zip_longest(label.splitlines(), lines, fillvalue=None):
         yield trimmed(Text.assemble((f"{name or '':<{GUTTER}}", "cyan"), line or Text()))
 
@@ -92,10 +92,11 @@ def trimmed(line: Text) -> Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitTable(Generic[C]):
-    """A table too wide for the terminal becomes several tables below one another, so that no figure is cut off."""
+    """Splits a table that is too wide for the terminal into several tables below one another, so that no figure is cut
+    off."""
 
     columns: Sequence[C]
-    """The columns to distribute; other columns are in every table."""
+    """The columns to distribute; all other columns are in every table."""
     table: Callable[[Sequence[C], bool], Table]
     """Makes a table of some of the columns; True for the first one, which has the title."""
 
@@ -140,7 +141,7 @@ def three_digits(value: float) -> str:
 
 
 def apportion(weights: Sequence[int], total: int) -> list[int]:
-    """Integers in proportion to the weights that sum to `total`, so that rounded figures still add up."""
+    """Integers in proportion to the weights that add up to `total`, so that rounded figures still add up."""
     whole = max(sum(weights), 1)
     shares = [total * weight // whole for weight in weights]
     by_remainder = sorted(range(len(weights)), key=lambda at: total * weights[at] % whole, reverse=True)
@@ -150,8 +151,8 @@ def apportion(weights: Sequence[int], total: int) -> list[int]:
 
 
 def visible(text: str) -> str:
-    """Control characters and marks that change the writing direction are spelled out, so that an answer can neither
-    steer a terminal nor break a page. Joiners, which scripts and emoji need, stay."""
+    """Spells out control characters and marks that change the writing direction, so that an answer can neither control
+    a terminal nor break a page. Joiners, which scripts and emoji need, stay."""
 
     def is_unprintable(character: str) -> bool:
         is_control = character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cs", "Co", "Cn")
@@ -161,7 +162,7 @@ def visible(text: str) -> str:
 
 
 def without_markup(prompt: str) -> str:
-    """A prompt as it was rendered, for people: each turn begins with who speaks, and no control token is left."""
+    """A rendered prompt made readable: each turn begins with its speaker, and control tokens are removed."""
     named = _TURN.sub(lambda found: f"\n{found['role'] or found['tag']}: ", prompt)
     text = _CONTROL.sub("", named)
     return re.sub(r"\n(assistant|model): *$", "", text.rstrip()).strip()

@@ -1,9 +1,11 @@
-"""The progress of a run and its events, read from its records alone: the same for the process that started it and for
-any other. One line renews itself on a terminal; elsewhere there are plain lines, and always lines in logs/run.log."""
+"""The progress of a run and its events, read from its records alone, so it is the same for the process that started the
+run and for any other. On a terminal, one line redraws itself; elsewhere there are plain lines. logs/run.log always gets
+lines."""
 
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +18,7 @@ from rich.table import Table
 
 from finefit.artifacts.atomic import parse_line
 from finefit.artifacts.cache import WORTH_A_WARNING
-from finefit.artifacts.reading import is_there, open_file, read_bytes
+from finefit.artifacts.reading import is_there, lines_of, num_lines, open_file
 from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir
 from finefit.artifacts.stage_records import EvalRequest, Stage
@@ -34,7 +36,7 @@ _EVENTS = {
     "rolled_back": "rolled back to step {step}",
     "stalled": "no progress for {seconds:.0f} s since {since}; the stacks of all threads are in the log",
     "not_finite": "step {step} was not applied: {found}",
-    "left_out": "step {step} is skipped: it was not finite before",
+    "left_out": "step {step} is skipped: its loss or gradient was not finite before",
     "loss_scale": "step {step} overflowed in fp16 and is repeated with loss scale {scale:g}",
     "spike": "step {step}: loss {found:.4f} is a spike; the median of the steps before it is {usual:.4f}",
     "worst_does_not_fit": (
@@ -51,13 +53,13 @@ _EVENTS = {
     ),
 }
 _DAMAGED = (KeyError, IndexError, TypeError, ValueError, AttributeError)
-"""What a line raises that lacks a key, or has a value of another type."""
+"""Errors from a line that lacks a key or has a value of another type."""
 _MAX_NAMES = 3
 _QUIET_GRADIENTS = {
     "zero": "exactly zero for",
     "faint": "rounding for",
     "idle": "missing, because no token was routed to these experts, for",
-    "blind": "missing, because no row of this step has an image, for",
+    "no_image": "missing, because no row of this step has an image, for",
 }
 """Gradients that an audit reports, by kind."""
 _VALIDATED = {
@@ -74,7 +76,7 @@ def describe_validation(line: Line) -> str:
 
 
 def describe_event(line: Line) -> str | None:
-    """An event in `metrics.jsonl` that a user should know of, in one line; None if there is nothing to report."""
+    """One line for an event in `metrics.jsonl` that a user should know of; None if there is nothing to report."""
     step, event = f"step {line.get('step')}", line.get("event")
     if event in _EVENTS:
         before, after = line.get("before", {}), line.get("after", {})
@@ -100,7 +102,7 @@ def describe_event(line: Line) -> str | None:
             return f"{step}: the gradient is {'; it is '.join(kinds)}" if kinds else None
         case "dpo_start":
             loss = line["found"] if isinstance(line["found"], str) else f"{line['found']:.6f}"
-            return f"before the first step the DPO loss is {loss}, and ln 2 is 0.693147"
+            return f"before the first step the DPO loss is {loss} (ln 2, 0.693147, is expected)"
         case "routed":
             shown = []
             for source, shares in line["first"].items():
@@ -118,7 +120,7 @@ def _few(names: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Of a training in steps, or of an evaluation in answers."""
+    """The progress of a training in steps, or of an evaluation in answers."""
 
     subject: str
     done: int
@@ -140,18 +142,12 @@ class RunFollower:
         self.news()  # what happened before is not news
 
     def news(self) -> list[str]:
-        """Events since the last call, in words."""
+        """Texts of the events since the last call."""
         told = []
         for line in self._metrics.lines():
             try:
                 words = self._take(line)
-            except (
-                KeyError,
-                IndexError,
-                TypeError,
-                ValueError,
-                AttributeError,
-            ) as error:  # a damaged line stops no run
+            except _DAMAGED as error:  # a damaged line stops no run
                 words = f"a line of {self._where.metrics} is damaged and not shown: {type(error).__name__} {error}"
             if words:
                 told.append(words)
@@ -161,7 +157,7 @@ class RunFollower:
         return told
 
     def _take(self, line: Line) -> str | None:
-        """Its words, if it is news."""
+        """The event's text, if it should be reported."""
         if line.get("event") not in _IN_HAND:
             self._step = int(line.get("step", self._step))
         match line.get("event"):
@@ -179,7 +175,7 @@ class RunFollower:
         return describe_event(line)
 
     def training(self) -> Progress | None:
-        """None where nothing is trained."""
+        """None if nothing is trained."""
         if not is_there(self._where.stage):
             return None
         total = read_record(self._where.stage, Stage).total_steps
@@ -196,7 +192,7 @@ class RunFollower:
         return Progress(subject="training", done=self._step, total=total, words="  ".join(parts))
 
     def evaluating(self) -> Progress | None:
-        """The evaluation in progress: requested last, after the last step, and without a result yet."""
+        """The evaluation in progress: the latest requested, after the last step, and without a result yet."""
         asked = self._where.evaluations()
         if not asked or asked[-1].result.exists():
             return None
@@ -207,32 +203,31 @@ class RunFollower:
             items = read_record(paths.request, EvalRequest).subject.items
         except RunError:  # of another version
             items = "test.jsonl"
-        rows = _count(self._where.prepared(items))
+        rows = num_lines(self._where.prepared(items))
         total = min(rows, paths.limit or rows)
-        done = min(total, sum(map(_count, paths.answered())))  # a sample can follow the answers to all
+        done = min(total, sum(map(num_lines, paths.answered())))  # a sample can follow the answers to all
         task, checkpoint = paths.folder.name, paths.checkpoint
         words = f"evaluating {checkpoint} on {task}: {done}/{total} answers"
         return Progress(subject=f"{task} {checkpoint}", done=done, total=total, words=words)
 
 
 class JournalTail:
-    """The whole lines that were added to a file since the last call."""
+    """The whole lines that were added to a file since the last call, one in memory at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, 0
 
-    def lines(self) -> list[Line]:
+    def lines(self) -> Iterator[Line]:
         if not is_there(self._path):
-            return []
-        with open_file(self._path) as descriptor:
-            block = os.pread(descriptor, max(0, os.fstat(descriptor).st_size - self._at), self._at)
-        ended = block[: block.rfind(b"\n") + 1]
-        self._at += len(ended)
-        return [value for line in ended.splitlines() if (value := parse_line(line)) is not None]
-
-
-def _count(path: Path) -> int:
-    return read_bytes(path).count(b"\n") if is_there(path) else 0
+            return
+        with open_file(self._path) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
+            file.seek(self._at)
+            for line in lines_of(file, self._path):
+                if not line.endswith(b"\n"):
+                    return
+                self._at += len(line)
+                if (value := parse_line(line)) is not None:
+                    yield value
 
 
 def _written(path: Path) -> int:
@@ -240,8 +235,8 @@ def _written(path: Path) -> int:
 
 
 class RunView:
-    """`tick()` as often as you like; it reads the run's records and shows what is new. `evaluates`: for a verb that
-    only evaluates, the progress of an earlier training is not shown."""
+    """Call `tick()` as often as you like; it reads the run's records and shows what is new. With `evaluates`, for a
+    command that only evaluates, the progress of an earlier training is not shown."""
 
     def __init__(self, run: RunDir, console: Console, *, log: Path | None = None, evaluates: bool = False) -> None:
         self.follower = RunFollower(run)
@@ -273,7 +268,7 @@ class RunView:
         self._write(line)
 
     def _plain_lines(self, *, at_end: bool = False) -> Progress | None:
-        """A line for what begins, one for a training that has ended, and one from time to time in between."""
+        """A line for each beginning, one for a training that has ended, and one from time to time in between."""
         evaluating, training = self.follower.evaluating(), None if self._evaluates else self.follower.training()
         for now in filter(None, (training, evaluating)):
             has_ended = at_end or (now is training and evaluating is not None)
@@ -293,5 +288,5 @@ class RunView:
             with self._log.open("a", encoding="utf-8") as file:
                 file.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")
         except OSError as error:  # a full disk stops the run where it saves, not here
-            self._console.print(f"{self._log} is not written any more: {error.strerror}")
+            self._console.print(f"{self._log} can no longer be written: {error.strerror}")
             self._log = None

@@ -1,6 +1,6 @@
-"""The plan of a run, whatever the number of its stages. On one card: a row for each stage, changes that would make it
-fit, and the fullest stage in full. On several cards: a row for each card. In a run: what differs from the defaults,
-with its source."""
+"""The plan of a run with any number of stages. On one card: a row for each stage, changes that would make it fit, and
+the stage that needs the most memory in full. On several cards: a row for each card. In a run: the values that differ
+from the defaults, with their sources."""
 
 import json
 import time
@@ -35,11 +35,11 @@ _USUAL |= {"engine.kind": "single", "engine.devices": 1, "accumulation": 1}
 _ENTRIES: dict[str, type[BaseModel]] = {"data.train": Source, "data.test": Source, "evaluate": Evaluation}
 
 _LONG_WAIT_SECONDS = 20.0
-"""After so long without a word, a reader who sees no spinner is told what is going on."""
+"""Without a spinner, a line is printed if nothing was shown for this long."""
 
 
 class PlanningLine:
-    """What is being rehearsed, for which of how many cards, and since when: redrawn in place on a terminal."""
+    """The current rehearsal, its card out of how many, and how long it has taken; redrawn in place on a terminal."""
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._what, self._clock = what, clock
@@ -53,7 +53,7 @@ class PlanningLine:
         self._now = progress
 
     def overdue(self) -> str | None:
-        """The line, if the last one was long ago."""
+        """The line, if the last one was printed long ago."""
         if self._clock() - self._said < _LONG_WAIT_SECONDS:
             return None
         self._said = self._clock()
@@ -76,9 +76,9 @@ class RunPlan:
     name: str
     is_flat: bool
     costs: Mapping[str, StageForecast]
-    """By stage, in their order."""
+    """One cost per stage, in their order."""
     free: tuple[int | None, ...] = ()
-    """Free bytes of the disk beside each card; None, or nothing, where that is another machine's."""
+    """Free bytes of the disk for each card; None or empty if the disk is another machine's."""
 
     @property
     def num_cards(self) -> int:
@@ -89,7 +89,7 @@ class RunPlan:
         return sum(one.disk_bytes for one in self.costs.values())
 
     def lacking_disk(self, at: int = 0) -> int:
-        """Bytes that the disk has too few."""
+        """The number of bytes that the disk lacks."""
         there = self.free[at] if at < len(self.free) else None
         return 0 if there is None else max(0, self.disk_bytes - there)
 
@@ -97,16 +97,16 @@ class RunPlan:
         return [name for name, one in self.costs.items() if not one.fits[at]]
 
     def fits(self, at: int = 0) -> bool:
-        """Every stage on the card, and everything they leave on the disk."""
+        """Whether every stage fits on the card, and everything that they leave fits on the disk."""
         return not self.too_large(at) and not self.lacking_disk(at)
 
     def suggestions(self, at: int = 0) -> tuple[Suggestion, ...]:
-        """Stage by stage, as they are numbered from 1."""
+        """Stage by stage, numbered from 1 in this order."""
         trainings = [one.forecasts[at] for one in self.costs.values() if one.forecasts]
         return tuple(suggestion for one in trainings for suggestion in forecast.ordered_suggestions(one.suggestions))
 
     def fullest(self, at: int = 0) -> str | None:
-        """The training that fills the card most; None where nothing is trained."""
+        """The training that fills the card most; None if nothing is trained."""
         trainings = {name: one.forecasts[at] for name, one in self.costs.items() if one.forecasts}
         shares = {name: one.peak_bytes / one.budget_bytes for name, one in trainings.items()}
         return max(shares, key=shares.__getitem__) if shares else None
@@ -116,7 +116,8 @@ class RunPlan:
         return None if name is None else self.costs[name].forecasts[at]
 
     def seconds(self, at: int = 0) -> float | None:
-        """Of all trainings and, on the first card, of evaluations if known; None if that of a training is not known."""
+        """The time of all trainings and, on the first card, of evaluations if known; None if that of a training is not
+        known."""
         trained = [one.forecasts[at].total_seconds for one in self.costs.values() if one.forecasts]
         if any(seconds is None for seconds in trained):
             return None
@@ -129,13 +130,14 @@ class RunPlan:
         return None if price is None or seconds is None else price * seconds / 3600
 
     def step_seconds(self, at: int = 0) -> float | None:
-        """Of a flat spec; steps of several stages have no common time."""
+        """The step time of a flat spec; steps of several stages have no common time."""
         found = self.fullest_forecast(at)
         return found.step_seconds if found is not None and self.is_flat else None
 
 
 def show_plan(plan: RunPlan, console: Console, *, now: datetime, only: str | None = None) -> None:
-    """`only`: the stage to show in full instead of the fullest; `now`: when the run would begin."""
+    """`only` is the stage to show in full instead of the one that needs the most memory; `now` is the time at which the
+    run would begin."""
     if plan.num_cards > 1:
         rows = [_card_row(plan, at, now) for at in range(plan.num_cards)]
         print_lines(console, table(console, rows, right=("GiB", "time", "cost"), below=("levers",)))
@@ -153,7 +155,7 @@ def show_plan(plan: RunPlan, console: Console, *, now: datetime, only: str | Non
 
 
 def plan_document(plan: RunPlan) -> dict[str, Any]:
-    """What `--json` prints: the training that fills the first card most, the run's totals, each stage, each card."""
+    """The output of `--json`: the training that fills the first card most, the run's totals, each stage, each card."""
     limits = TypeAdapter(dict[str, dict[str, EvalBatchLimit]])
     stages: dict[str, dict[str, Any]] = {}
     for name, one in plan.costs.items():
@@ -218,7 +220,7 @@ def _why_too_large(name: str, one: StageForecast) -> str:
 
 
 def _held(one: StageForecast) -> tuple[int, int] | None:
-    """What the card must hold and what it has: for a training, or for the largest model that answers."""
+    """The memory that the card must provide and what it has, for a training or for the largest model that answers."""
     if one.forecasts:
         return one.forecasts[0].peak_bytes, one.forecasts[0].budget_bytes
     limits = [limit for model in (one.eval_limits[0] if one.eval_limits else {}).values() for limit in model.values()]
@@ -272,7 +274,7 @@ def _notes(plan: RunPlan, console: Console) -> Iterator[Text]:
 
 
 def _card_row(plan: RunPlan, at: int, now: datetime) -> dict[str, Text]:
-    """One of several cards. What does not fit has no time and no cost."""
+    """One of several cards. A card on which the plan does not fit has no time and no cost."""
     found, fits, seconds, cost = plan.fullest_forecast(at), plan.fits(at), plan.seconds(at), plan.cost(at)
     pulled: dict[str, object] = {}
     if found is not None and plan.is_flat:
@@ -313,8 +315,8 @@ def _card_row(plan: RunPlan, at: int, now: datetime) -> dict[str, Text]:
 
 
 def _remark(plan: RunPlan, at: int) -> str:
-    """Which card is cheapest and fastest, as far as a flat spec fits; else what does not fit, or the first change
-    that the plan of this card alone suggests and that makes it fit."""
+    """For a flat spec, whether this card is the cheapest or the fastest, or the first change suggested for it that
+    makes the plan fit. For a pipeline, what does not fit."""
     if not plan.is_flat:
         names = plan.too_large(at) + (["the disk"] if plan.lacking_disk(at) else [])
         return "" if plan.fits(at) else f"does not fit: {', '.join(names)}"
@@ -337,8 +339,8 @@ def _remark(plan: RunPlan, at: int) -> str:
 
 
 def plan_view(plan: Plan, path: Path) -> RenderableType:
-    """The plan of a training in its run, as far as it differs from the defaults: decisions in a table, values of the
-    spec in a paragraph. `path`: the record of all values."""
+    """The plan of a training in its run, limited to what differs from the defaults: decisions in a table, values of the
+    spec in a paragraph. `path` is the record of all values."""
     parts: list[RenderableType] = []
     for name, values in plan.stages.items():
         decided = Table(title=f"stage {name}, decided", show_header=False, **PLAIN_TABLE)
@@ -354,7 +356,7 @@ def plan_view(plan: Plan, path: Path) -> RenderableType:
 
 
 def _without_defaults(key: str, value: Any) -> Any:
-    """Of the entries of a list, such as the sources of `data.train`, what a user has chosen."""
+    """The entries of a list, such as the sources of `data.train`, without default values."""
     if key not in _ENTRIES or not isinstance(value, list):
         return value
     usual = {name: field.get_default(call_default_factory=True) for name, field in _ENTRIES[key].model_fields.items()}
@@ -362,8 +364,8 @@ def _without_defaults(key: str, value: Any) -> Any:
 
 
 def _is_usual(key: str, value: Any) -> bool:
-    """Whether a decision is what a reader takes for granted, such as a lever that is not pulled. `total_steps` says
-    how many steps an epoch has."""
+    """Whether a reader takes a decision for granted, such as a lever that is not pulled. `total_steps` gives the number
+    of steps in an epoch."""
     return key in ("threads", "steps_per_epoch") or (key in _USUAL and value == _USUAL[key])
 
 

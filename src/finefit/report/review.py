@@ -1,4 +1,4 @@
-"""Reviews as people see them: the results of the verdicts, and an item as the terminal shows it."""
+"""Shows reviews: the results of the verdicts, and an item on the terminal."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ _SIDE_BY_SIDE = 100
 
 
 def results_document(results: ReviewResults) -> dict[str, Any]:
-    """What `--json` prints and the page shows."""
+    """The output of `--json`, which the page also shows."""
     of_review = ("task", "models", "items", "judged", "skipped", "split", "unpaired", "other_texts")
     of_rater = ("rater", "judged", "skipped", "undone", "not_blind", "choices", "shown_first")
     agreement = []

@@ -50,37 +50,37 @@ _RESULT = ("step", "total_steps", "checkpoint", "trainable_parameters", "paramet
 def result_lines(result: StageResult) -> list[str]:
     share = result.trainable_parameters / result.parameters
     trained = f"trained {result.trainable_parameters:,} of {result.parameters:,} parameters ({share:.2%})"
-    steps = f"{result.step} steps, {result.tokens:,} tokens; {clock(result.seconds)} since it was last started"
+    steps = f"{result.step} steps, {result.tokens:,} tokens; {clock(result.seconds)} since its last start"
     return [trained, f"{steps}; {_peak(result)}"]
 
 
 def _peak(result: StageResult | EvalResult) -> str:
-    """A plan is made for the longest rows, so a run may hold less."""
+    """A plan assumes the longest rows, so a run may need less."""
     planned = "" if result.predicted_bytes is None else f", planned for {gib(result.predicted_bytes)}"
     return f"peak memory {gib(result.peak_bytes or 0)}{planned}"
 
 
 def eval_memory_lines(results: Sequence[EvalResult]) -> list[str]:
-    """Of the evaluation that took most."""
+    """The evaluation that took the most memory."""
     measured = [one for one in results if one.peak_bytes is not None]
     return [f"evaluation: {_peak(max(measured, key=lambda one: one.peak_bytes or 0))}"] if measured else []
 
 
 def waited_share(where: StageDir) -> float:
-    """Of the time of all steps, what they waited for their rows."""
+    """The share of all steps' time that they waited for their rows."""
     steps = read_steps(where.metrics)
     seconds = sum(step.get("seconds", 0.0) for step in steps)
     return float(sum(step.get("wait_seconds", 0.0) for step in steps) / seconds) if seconds else 0.0
 
 
 def last_validation(where: StageDir) -> dict[str, Any] | None:
-    """What was found, and at which step."""
+    """The values found, and the step."""
     found = list(read_validations(where.metrics))
     return {name: value for name, value in found[-1].items() if name != "event"} if found else None
 
 
 def evals_of(where: StageDir) -> list[EvalResult]:
-    """Those of this version; others are scored again when they are asked for."""
+    """The evaluations of this version; others are scored again when they are requested."""
     results = []
     for paths in where.evaluations():
         with suppress(OtherVersion):
@@ -161,7 +161,7 @@ def decisions_document(pipeline: Pipeline, decisions: "Sequence[StageDecision]")
 
 
 def run_document(run: RunDir) -> dict[str, Any]:
-    """What `--json` prints of a run."""
+    """The output of `--json` for a run."""
     record = read_record(run.run, Run)
     failure = record.failure and asdict(record.failure)
     shared = {"run": str(run.path), "kind": record.kind, "status": record.status, "failure": failure}
@@ -210,7 +210,7 @@ def show_end(run: RunDir, console: Console) -> None:
         return
     for line in result_lines(read_record(where.result, StageResult)):
         console.print(line, highlight=False)
-    console.print(f"{waited_share(where):.1%} of the time was spent waiting for rows", highlight=False)
+    console.print(f"{waited_share(where):.1%} of the time was spent waiting for data", highlight=False)
     if (found := last_validation(where)) is not None:
         console.print(f"{describe_validation(found)} at step {found['step']}", highlight=False)
     results = evals_of(where)
@@ -225,12 +225,12 @@ def show_end(run: RunDir, console: Console) -> None:
 
 
 def _model_lines(where: StageDir) -> list[str]:
-    """Where the model lies, and what loads it."""
+    """Where the model is, and what loads it."""
     stage = read_record(where.stage, Stage)
     if isinstance(stage.model, CustomModel):
         use = f"{stage.model.file} loads it"
     elif isinstance(stage.tuning, Lora):
-        use = f"an adapter of {stage.model_name}: peft loads it, and a merge_adapter stage makes one model of both"
+        use = f"an adapter of {stage.model_name}: load it with peft, or merge it with a merge_adapter stage"
     else:
         use = "whole weights: transformers and vLLM load the folder"
     return [f"model    {where.checkpoints / 'final'}", f"         {use}"]
@@ -265,13 +265,13 @@ def _stages_table(run: RunDir) -> Table:
 
 
 def _place_of(run: RunDir, state: StageState) -> str:
-    """The folder that holds what the stage has made, whichever run made it."""
+    """The folder of the stage's output, whichever run made it."""
     place = Path(os.path.normpath(run.path / state.place))
     return str(StageDir(place).output if StageDir(place).output.is_dir() else place)
 
 
 def _next_steps(run: RunDir) -> list[str]:
-    """Commands that make sense after what was done, and for what was not."""
+    """Commands that make sense after what was done, and for what was not done."""
     states = states_of(run)
     pipeline = read_pipeline(run)
     done = {state.name: pipeline.stages[state.name] for state in states if state.status == "done"}
@@ -346,7 +346,7 @@ def show_change(run: RunDir, console: Console) -> None:
 
 
 def summary_lines(kind: str, summary: Summary) -> list[str]:
-    """What a finished stage leaves in its record, for people. A training has a result of its own instead."""
+    """The figures in a finished stage's record, as text. A training has a result of its own instead."""
     lines = _SUMMARY_LINES.get(kind)
     return lines(summary) if lines is not None and summary else []
 
@@ -366,7 +366,7 @@ def _compare_lines(summary: Summary) -> list[str]:
 
 
 def _evaluate_lines(summary: Summary) -> list[str]:
-    """Of each task its own metric, which is its first. Some of lm-eval's metrics have no definition."""
+    """The first metric of each task, which is its own. Some of lm-eval's metrics have no definition."""
     own = {task: metrics[0] for task, metrics in summary["metrics"].items() if metrics}
     width = max(map(len, summary["models"]))
     lines = []
@@ -413,6 +413,16 @@ def _merge_adapter_lines(summary: Summary) -> list[str]:
     ]
 
 
+def _export_lines(summary: Summary) -> list[str]:
+    lines = []
+    for one in summary["exports"]:
+        said = f"{one['format']}: {one['bytes'] / 2**20:,.1f} MiB in {one['path']}, loaded by {one['loaded_by']}"
+        if one["kl"] is not None:
+            said += f"; KL per token {one['kl']:.2g}, {one['agreement']:.1%} of the tokens are the same"
+        lines += [said, *(f"warning: {one['format']} was accepted although {why}" for why in one["problems"])]
+    return lines
+
+
 def _build_moe_lines(summary: Summary) -> list[str]:
     names, size = summary["experts"], _billions(summary["parameters"])
     copies = [f"{copy} is a copy of {of} and was left out" for copy, of in summary["collapsed"].items()]
@@ -423,7 +433,7 @@ def _build_moe_lines(summary: Summary) -> list[str]:
     if summary["router"] == "select_one":
         lines.append("every token goes to it: a router could not reach the other experts, so they were left out")
     elif summary["top_k"] == 1:
-        frozen = "the language-model loss gives such a router no gradient, so it stays as it starts"
+        frozen = "the language-model loss gives such a router no gradient, so it keeps its initial weights"
         lines.append(f"one expert answers each token at full weight: {frozen}")
     elif summary["router"] == "random":
         lines.append("the router starts at random: train it")
@@ -465,7 +475,7 @@ def _gate_lines(summary: Summary) -> list[str]:
     for expert in experts:
         words = ", ".join(map(repr, summary["telling"][expert]))
         own = f"{expert}: {summary['confusion'][expert][expert]} of {held[expert]}"
-        lines.append(f"{own}; the tokens that speak most for it: {words}")
+        lines.append(f"{own}; the tokens that favour it most: {words}")
     if shared := summary["shared_prompts"]:
         lines.append(f"{shared} prompts are in the rows of several experts; no choice is right for all of them")
     chosen = "one expert for the whole prompt, by which tokens it has"
@@ -481,6 +491,7 @@ _SUMMARY_LINES: dict[str, Callable[[Summary], list[str]]] = {
     "evaluate": _evaluate_lines,
     "make_pairs": _make_pairs_lines,
     "merge_adapter": _merge_adapter_lines,
+    "export": _export_lines,
     "build_moe": _build_moe_lines,
     "gate": _gate_lines,
     "python": _python_lines,

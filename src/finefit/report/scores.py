@@ -21,7 +21,7 @@ _NUM_SHOWN = 3
 
 
 def sorted_results(results: Iterable[EvalResult]) -> list[EvalResult]:
-    """By task, the base first, then by step."""
+    """Results by task, the base first, then by step."""
     return sorted(results, key=lambda r: (r.task, r.checkpoint != "base", step_named(r.checkpoint) or 0, r.checkpoint))
 
 
@@ -30,12 +30,6 @@ def _by_task(results: Iterable[EvalResult]) -> dict[str, list[EvalResult]]:
     for result in results:
         found.setdefault(result.task, []).append(result)
     return found
-
-
-def metric_of(result: EvalResult, name: str) -> Metric:
-    """A metric that is not defined over items, such as some of lm-eval's, is a plain number."""
-    plain = Metric(name=name, aggregate="mean", counts=(name,), unit="number")
-    return next((metric for metric in result.definitions if metric.name == name), plain)
 
 
 def format_value(metric: Metric, value: float) -> str:
@@ -49,7 +43,7 @@ def format_value(metric: Metric, value: float) -> str:
 
 
 def format_score(metric: Metric, score: Score) -> str:
-    """The interval below the value, so that several metrics fit side by side."""
+    """The interval is below the value, so that several metrics fit side by side."""
     low, high = format_value(metric, score.low), format_value(metric, score.high)
     return f"{format_value(metric, score.value)}\n{low} .. {high}"
 
@@ -59,7 +53,7 @@ def format_n(result: EvalResult | SideScores) -> str:
 
 
 def main_metric(result: EvalResult, by: str | None) -> str:
-    """What checkpoints are ranked by: the named metric if the task has it, otherwise the task's first one."""
+    """The metric that ranks checkpoints: the named metric if the task has it, otherwise the task's first one."""
     return by if by in result.metrics else next(iter(result.metrics))
 
 
@@ -70,11 +64,13 @@ def require_metric(results: Sequence[EvalResult], by: str | None) -> None:
 
 
 def best_of(results: Sequence[EvalResult], by: str | None) -> EvalResult | None:
-    """Of one task; None if all are equal. Of several equal bests the earliest."""
+    """The best result of one task; None if all are equal, or if the metric has no better side. If several are equally
+    good, the earliest."""
     name = main_metric(results[0], by)
-    if len({result.metrics[name].value for result in results}) < 2:
+    better = results[0].metric(name).better
+    if better == "neither" or len({result.metrics[name].value for result in results}) < 2:
         return None
-    sign = -1 if metric_of(results[0], name).better == "lower" else 1
+    sign = -1 if better == "lower" else 1
     return max(results, key=lambda result: sign * result.metrics[name].value)
 
 
@@ -104,26 +100,26 @@ def _board(
             loss = [f"{losses[step]:.4f}" if step in losses else ""] if has_loss else []
             cells = []
             for name in names:
-                score = format_score(metric_of(result, name), result.metrics[name])
+                score = format_score(result.metric(name), result.metrics[name])
                 cells.append(Text(score, style="bold" if is_best and name == main else ""))
             checkpoint = f"{result.checkpoint} *" if is_best else result.checkpoint
             table.add_row(checkpoint, *loss, *cells, format_n(result), f"{result.coverage:.0%}")
             for dataset, part in result.by_dataset.items():
-                values = [format_score(metric_of(result, name), part.metrics[name]) for name in names]
+                values = [format_score(result.metric(name), part.metrics[name]) for name in names]
                 figures = (*([""] if has_loss else []), *values, f"{part.n:,}", f"{part.coverage:.0%}")
                 table.add_row(Text(f"  {dataset}", style="dim"), *figures)
         return table
 
     yield SplitTable(columns=list(results[0].metrics), table=table)
     if best is not None:
-        lower = ", where lower is better" if metric_of(best, main).better == "lower" else ""
+        lower = ", where lower is better" if best.metric(main).better == "lower" else ""
         yield Text(f"* best by {main}{lower}", style="dim")
     for warning in dict.fromkeys(warning for result in results for warning in result.warnings):
         yield Text(f"note: {warning}", style="yellow")
 
 
 def validation_losses(where: StageDir) -> dict[int, float]:
-    """Step -> the loss measured last."""
+    """Maps a step to the loss measured last."""
     lines = (line for line in read_validations(where.metrics) if "validation_loss" in line)
     return {line["step"]: line["validation_loss"] for line in lines}
 
@@ -139,7 +135,7 @@ def sample_answers(results: Sequence[EvalResult], count: int) -> Iterator[Table]
                 table.add_column(column, overflow="fold")
             for result in found:
                 for other in (other for other in result.items if other.item == item.item):
-                    scores = (f"{n} {format_value(metric_of(result, n), value)}" for n, value in other.scores.items())
+                    scores = (f"{n} {format_value(result.metric(n), value)}" for n, value in other.scores.items())
                     shown = Text(other.failure or ", ".join(scores), style="red" if other.failure else "")
                     table.add_row(result.checkpoint, Text(_cut(other.answer) or "(empty)"), shown)
             yield table
@@ -151,7 +147,7 @@ def _cut(text: str, max_characters: int = 600) -> str:
 
 
 def change_tables(base: EvalResult, tuned: EvalResult, messages: Sequence[str]) -> Iterator[Table]:
-    """The scores of both, where all items count and a failure scores zero; then some answers side by side."""
+    """The scores of both over all items, with a failure as zero; then some answers side by side."""
     table = Table(title=f"held-out items, task {base.task}", title_justify="left")
     for column in ("model", "metric"):
         table.add_column(column, no_wrap=True)
@@ -159,7 +155,7 @@ def change_tables(base: EvalResult, tuned: EvalResult, messages: Sequence[str]) 
         table.add_column(column, justify="right", no_wrap=True)
     for model, result in {"base": base, "fine-tuned": tuned}.items():
         for at, (name, score) in enumerate(result.metrics.items()):
-            metric = metric_of(result, name)
+            metric = result.metric(name)
             value, low, high = (format_value(metric, one) for one in (score.value, score.low, score.high))
             label = model if at == 0 else ""
             table.add_row(label, name, format_n(result), value, f"{low} .. {high}", f"{result.coverage:.0%}")
@@ -179,7 +175,7 @@ def change_tables(base: EvalResult, tuned: EvalResult, messages: Sequence[str]) 
 
 
 def scores_document(results: Sequence[EvalResult], where: StageDir, *, by: str | None = None) -> list[dict[str, Any]]:
-    """What `--json` prints."""
+    """The output of `--json`."""
     losses = validation_losses(where)
     best = {task: best_of(found, by) for task, found in _by_task(results).items()}
     return [

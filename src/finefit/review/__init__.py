@@ -1,1 +1,1 @@
-"""People judge answers without knowing whose they are."""
+"""People judge answers without knowing which model gave them."""

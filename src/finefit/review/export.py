@@ -17,7 +17,7 @@ from finefit.review.verdicts import JournalEntry, entries_about, majority_choice
 def _verdict_rows(
     review_set: ReviewSet, entries: Sequence[JournalEntry], images: Mapping[str, str]
 ) -> Iterator[dict[str, Any]]:
-    """One per valid verdict, with the texts it is about. `images`: digest -> name."""
+    """One row per valid verdict, with the texts that it is about. `images` maps a digest to a name."""
     kept, models = entries_about(entries, review_set), review_set.models
     items = {item.key: item for item in review_set.items}
     unblinded = unblinded_verdicts(kept)
@@ -43,21 +43,22 @@ def _verdict_rows(
 
 
 def _image_names(review_set: ReviewSet, item: ReviewItem, images: Mapping[str, str]) -> dict[str, list[str]]:
-    """As `data.train` reads them: if any item shows images, every row has the key."""
+    """The images under the key that `data.train` reads. If any item has images, every row has the key."""
     if not any(other.images for other in review_set.items):
         return {}
     return {"images": [images.get(image.sha256, image.name) for image in item.images]}
 
 
 def _prompt(messages: Sequence[PromptMessage]) -> str | list[dict[str, str]]:
-    """As `data.train` reads it."""
+    """The prompt as `data.train` reads it."""
     if not messages[0].role:
         return messages[0].text
     return [{"role": message.role, "content": message.text} for message in messages]
 
 
 def export_verdicts(path: Path, review_set: ReviewSet, entries: Sequence[JournalEntry]) -> int:
-    """Returns how many were written. The extension decides the format; images go into a folder next to the file."""
+    """Returns the number of verdicts written. The extension decides the format; images go into a folder next to the
+    file."""
     extension = path.suffix.lower()
     if extension not in (".jsonl", ".csv"):
         problem = f"{path.name} has the extension {extension or 'none'}, which is not a known format"
@@ -74,7 +75,7 @@ def _json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One column for each model's answer."""
+    """A CSV table with one column for each model's answer."""
     text, lines = io.StringIO(), []
     for row in rows:
         line = {name: value for name, value in row.items() if name not in ("answers", "images")}
@@ -98,14 +99,14 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
 class PreferencePairs:
     rows: tuple[dict[str, Any], ...]
     left_out: dict[str, int]
-    """Reason -> number of items that gave no pair."""
+    """Maps a reason to the number of items that gave no pair."""
 
 
 def preference_pairs(
     review_set: ReviewSet, entries: Sequence[JournalEntry], images: Mapping[str, str] | None = None
 ) -> PreferencePairs:
-    """With two models the better answer is chosen over the other; with one model the reference over a bad answer. Items
-    on which raters disagree give no pair."""
+    """With two models, the better answer is chosen over the other; with one model, the reference over a bad answer.
+    Items on which raters disagree give no pair."""
     found = majority_choices(review_set, entries)
     rows, left_out = [], dict[str, int]()
     for item in review_set.items:

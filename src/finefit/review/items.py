@@ -1,12 +1,15 @@
-"""What a review judges: items, each with a prompt, the answers of one or two models, and the images of the prompt.
+"""The items of a review, each with a prompt, the answers of one or two models, and the images of the prompt.
 
-They come from one or two evaluated runs, whose answers are paired by what was asked, or from a file of answers that
-were made elsewhere."""
+They come from one or two evaluated runs, whose answers are paired by question, or from a file of answers that were made
+elsewhere.
+"""
 
 import hashlib
 import json
+import lzma
 import re
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from finefit import bounded
+from finefit.artifacts.atomic import read_lines
 from finefit.artifacts.reading import has_content, is_there
 from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, open_target, short_names
@@ -35,8 +40,14 @@ class ReviewImage:
     name: str
     sha256: str
     path: Path | None
-    """The file, or the zip that holds it; None if the run no longer knows."""
+    """The file, or the zip that contains it; None if the run no longer knows."""
     member: str = ""
+
+
+_MAX_IMAGE_BYTES = 256 << 20
+"""No larger image is ever part of a row."""
+_BROKEN = (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error, lzma.LZMAError)
+"""What a zip raises that was replaced or damaged; a RuntimeError where it is encrypted or packed in an unknown way."""
 
 
 class ImageUnavailable(Exception):
@@ -44,25 +55,28 @@ class ImageUnavailable(Exception):
 
 
 def read_image(image: ReviewImage) -> bytes:
-    """Never returns another image than the one that was answered."""
+    """Never returns another image than the one that the model saw."""
     if image.path is None:
         raise ImageUnavailable(f"{image.name} cannot be shown: the run's rows have changed since they were answered")
     try:
-        if image.member:
-            with zipfile.ZipFile(image.path) as archive:
-                content = archive.read(image.member)
-        else:
-            content = image.path.read_bytes()
-    except (OSError, zipfile.BadZipFile, KeyError) as error:  # its message would reveal a path
+        with bounded.open_binary(image.path) as file:
+            if image.member:
+                with zipfile.ZipFile(file) as archive, archive.open(image.member) as member:
+                    content = member.read(_MAX_IMAGE_BYTES + 1)
+            else:
+                content = file.read(_MAX_IMAGE_BYTES + 1)
+    except _BROKEN as error:  # its message would reveal a path
         reason = getattr(error, "strerror", None) or "no readable zip holds it"
         raise ImageUnavailable(f"{image.name} is no longer there ({reason})") from None
+    if len(content) > _MAX_IMAGE_BYTES:
+        raise ImageUnavailable(f"{image.name} has more than {_MAX_IMAGE_BYTES:,} bytes: the file is another image now")
     if hashlib.sha256(content).hexdigest() != image.sha256:
         raise ImageUnavailable(f"{image.name} has changed since it was answered: the file is another image now")
     return content
 
 
 def copy_images(path: Path, images: Iterable[ReviewImage]) -> dict[str, str]:
-    """Copies images into a folder next to an exported file. Digest -> path relative to that file."""
+    """Copies images into a folder next to an exported file. Returns digests with paths relative to that file."""
     folder = path.with_name(f"{path.stem}-images")
     names: dict[str, str] = {}
     for image in images:
@@ -92,22 +106,22 @@ class ReviewItem:
     """The same item has the same key in every run."""
     prompt: tuple[PromptMessage, ...]
     answers: tuple[str, ...]
-    """In the order of the review set's models."""
+    """The answers in the order of the review set's models."""
     tools: str = ""
     """The tools that the prompt offers, as a JSON list, or nothing."""
     reference: str | None = None
     is_reference_whole: bool = True
-    """Whether the reference is the row's whole answer, without tool calls or reasoning beside it."""
+    """Whether the reference is the row's whole answer, without tool calls or reasoning besides it."""
     place: str = ""
     """Where the item comes from. It is shown, so it must not reveal a model."""
     images: tuple[ReviewImage, ...] = ()
-    """In the order in which the prompt shows them."""
+    """The images in the order in which the prompt shows them."""
     is_rendered: bool = False
     """Whether the prompt is only known as rendered by a chat template; training would render it a second time."""
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Of the answers: a verdict on one text says nothing about another text in its place."""
+        """Digests of the answers: a verdict on one text says nothing about another text in its place."""
         return tuple(digest(answer) for answer in self.answers)
 
     @property
@@ -136,7 +150,7 @@ def digest(text: str) -> str:
 class RunTarget:
     run: RunDir
     checkpoint: str | None
-    """As the user gave it; None means the final one."""
+    """The name that the user gave; None means the final checkpoint."""
 
     @classmethod
     def parse(cls, target: str, checkpoint: str | None = None) -> "RunTarget":
@@ -149,7 +163,7 @@ _RunEval = tuple[StageDir, EvalPaths]
 
 
 def review_set_of_runs(targets: Sequence[RunTarget], *, task: str | None = None, name: str | None = None) -> ReviewSet:
-    """`task`: by default the first one that all runs have a result for."""
+    """`task` is by default the first one that all runs have a result for."""
     found = [_evaluations(target.run) for target in targets]
     chosen = task or _first_common(targets, found)
     evals = [_eval_of(target, all_of, chosen) for target, all_of in zip(targets, found, strict=True)]
@@ -186,7 +200,7 @@ def review_set_of_runs(targets: Sequence[RunTarget], *, task: str | None = None,
 
 
 def _evaluations(run: RunDir) -> list[_RunEval]:
-    """Those with a result: the last stage first, all items before a sample of them."""
+    """Evaluations with a result: the last stage first, all items before a sample of them."""
     places = ((where, paths) for where in reversed(run.stages()) for paths in where.evaluations())
     return sorted(
         ((where, paths) for where, paths in places if is_there(paths.result)),
@@ -246,19 +260,18 @@ def _rows(where: StageDir, paths: EvalPaths) -> dict[int, _PreparedRow]:
     if not has_content(path, subject.items_sha256):
         return {}
     rows = {}
-    with path.open(encoding="utf-8") as file:
-        for at, row in enumerate(map(json.loads, file)):
-            images = []
-            for place, member, sha256, *_ in row.get("image_refs", ()):
-                name = sha256[:12] if member == sha256 else Path(member or place).name
-                images.append(ReviewImage(name=name, sha256=sha256, path=path.parent / place, member=member))
-            *messages, answer = row["messages"] or [{}]
-            rows[at] = _PreparedRow(messages=messages, answer=answer, tools=row.get("tools", ""), images=tuple(images))
+    for at, row in enumerate(read_lines(path)):
+        images = []
+        for place, member, sha256, *_ in row.get("image_refs", ()):
+            name = sha256[:12] if member == sha256 else Path(member or place).name
+            images.append(ReviewImage(name=name, sha256=sha256, path=path.parent / place, member=member))
+        *messages, answer = row["messages"] or [{}]
+        rows[at] = _PreparedRow(messages=messages, answer=answer, tools=row.get("tools", ""), images=tuple(images))
     return rows
 
 
 def _item_of_run(key: str, items: Sequence[EvalItem], rows: dict[int, _PreparedRow]) -> ReviewItem:
-    """Each answer has the reference nearest to it: all of them are shown, in an order that reveals nothing."""
+    """Each answer is scored on its nearest reference; all of these are shown, in an order that reveals nothing."""
     first = items[0]
     row = rows.get(first.item)
     messages = _messages(first.prompt, [] if row is None else row.messages, has_images=bool(first.images))
@@ -281,7 +294,7 @@ def _item_of_run(key: str, items: Sequence[EvalItem], rows: dict[int, _PreparedR
 
 
 def _messages(rendered: str, messages: Sequence[dict[str, Any]], *, has_images: bool) -> tuple[PromptMessage, ...]:
-    """The messages if they are what the model was given; empty if only the rendered text is, because it was cut or
+    """The messages if they are what the model was given. Empty if only the rendered text is, because it was cut or
     contains more than the messages' texts: tool calls, or reasoning that the template kept."""
     at = 0
     for message in messages:
@@ -297,8 +310,8 @@ def _messages(rendered: str, messages: Sequence[dict[str, Any]], *, has_images: 
 
 
 def review_set_of_rows(rows: Iterable[tuple[str, Mapping[str, Any]]], *, file: str, name: str) -> ReviewSet:
-    """External answers in the columns `answer`, or `answer_a` and `answer_b`; models are named after file and column.
-    `rows`: each with its place."""
+    """A review of external answers in the columns `answer`, or `answer_a` and `answer_b`; models are named after file
+    and column. `rows` are given with their places."""
     found = list(rows)
     if not found:
         raise DataError(f"{file} has no rows", _COLUMNS)

@@ -28,7 +28,7 @@ _FIRST_OR_SECOND: tuple[VerdictChoice, VerdictChoice] = ("first", "second")
 
 
 class Refused(Exception):
-    """A decision that makes no sense; the message is for the rater."""
+    """The decision makes no sense; the message is for the rater."""
 
 
 class Stale(Exception):
@@ -45,12 +45,12 @@ class BlindImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlindItem:
-    """An item as a rater sees it: nothing in it reveals whose the answers are."""
+    """An item as a rater sees it; nothing in it reveals which model gave which answer."""
 
     handle: str
     prompt: tuple[PromptMessage, ...]
     answers: tuple[str, ...]
-    """In the order in which they are shown."""
+    """The answers in the order in which they are shown."""
     reference: str | None
     place: str
     images: tuple[BlindImage, ...] = ()
@@ -61,7 +61,7 @@ class Draft:
     """What a rater had marked before undoing a verdict."""
 
     reasons: Marks
-    """In the order in which the answers are shown."""
+    """The reasons in the order in which the answers are shown."""
     note: str
 
 
@@ -171,7 +171,7 @@ class Session:
         return self.turn(rater)
 
     def reveal(self, rater: str) -> None:
-        """Recorded, because what this rater decides from now on is not blind."""
+        """The reveal is recorded, because this rater's later decisions are not blind."""
         turn = self.turn(rater)
         if not turn.has_seen_results:
             self._keep(ResultsRevealed(at=_now(), rater=turn.rater, open=turn.total - turn.judged - turn.skipped))
@@ -181,7 +181,7 @@ class Session:
         self._entries.append(entry)
 
     def _left(self, rater: str, entries: Sequence[JournalEntry], undone: Verdict | None) -> list[ReviewItem]:
-        """What the rater has still to judge, in an order of their own, in which the shared items come first."""
+        """The items that the rater has yet to judge, in an order of their own that begins with the shared items."""
         verdicts = journal.valid_verdicts(entries)
         own = {verdict.key for verdict in verdicts if verdict.rater == rater}
         shared = {item.key for item in shared_order(self.review_set, self._seed)[: self._overlap]}
@@ -205,7 +205,7 @@ def _last_undone(rater: str, entries: Sequence[JournalEntry]) -> Verdict | None:
 
 
 def _checked(reasons: Sequence[Sequence[str]], choice: VerdictChoice, num_answers: int) -> Marks:
-    """In a fixed order, so that equal marks give equal entries."""
+    """The reasons in a fixed order, so that equal marks give equal entries."""
     if len(reasons) not in (0, num_answers):
         raise Refused(f"there are reasons for {len(reasons)} answers, but {num_answers} answers")
     if unknown := [name for marked in reasons for name in marked if name not in REASONS]:
@@ -217,7 +217,7 @@ def _checked(reasons: Sequence[Sequence[str]], choice: VerdictChoice, num_answer
 
 
 def _reordered(reasons: Marks, shown: tuple[int, ...]) -> Marks:
-    """From the order shown to the order of the models, or back: with two answers both are the same swap."""
+    """Converts the order shown to the order of the models, or back: with two answers both are the same swap."""
     return tuple(reasons[at] for at in shown)
 
 
@@ -287,8 +287,8 @@ def sampled(review_set: ReviewSet, entries: Sequence[JournalEntry], limit: int |
 
 
 def shared_order(review_set: ReviewSet, seed: int) -> list[ReviewItem]:
-    """An order common to all raters; its beginning is a sample of the items. Here and in the orders of a rater a place
-    depends only on seed, rater and item, so neither a restart nor an item that is added or removed changes it."""
+    """An order common to all raters; its beginning is a sample of the items. Here and in each rater's own order, a
+    place depends only on seed, rater and item, so neither a restart nor an item that is added or removed changes it."""
     return sorted(review_set.items, key=lambda item: _hash("shared", seed, item.key))
 
 

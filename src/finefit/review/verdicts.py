@@ -1,6 +1,7 @@
-"""The verdicts of a review: their journal, which is only ever appended to, and what they result in.
+"""The verdicts of a review: their journal, which is only appended to, and the results computed from them.
 
-In the results an item counts once, however many raters judged it: the majority decides, and draws are counted."""
+In the results an item counts once, however many raters judged it: the majority decides, and draws are counted.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +30,7 @@ class ReviewOpened(Record):
     version: Literal[1] = 1
     at: str
     seed: int
-    """It determines every rater's order of items and answers."""
+    """Determines every rater's order of items and answers."""
     task: str
     models: tuple[str, ...]
 
@@ -48,7 +49,7 @@ class Verdict(Record):
     """The models in the order in which their answers were shown."""
     choice: VerdictChoice
     reasons: tuple[tuple[Reason, ...], ...]
-    """What is wrong with each answer, in the order of the models."""
+    """Problems of each answer, in the order of the models."""
     note: str = ""
 
     @property
@@ -81,7 +82,7 @@ _ENTRY: TypeAdapter[JournalEntry] = TypeAdapter(Annotated[JournalEntry, Discrimi
 
 
 def read_entries(path: Path) -> list[JournalEntry]:
-    """An incomplete last line is skipped: the rater never saw it confirmed."""
+    """Skips an incomplete last line, which the rater never saw confirmed."""
     entries = []
     for number, line in enumerate(read_lines(path), start=1):
         try:
@@ -99,14 +100,14 @@ def entry_to_json(entry: JournalEntry) -> dict[str, Any]:
 
 
 def entries_about(entries: Sequence[JournalEntry], review_set: ReviewSet) -> list[JournalEntry]:
-    """Without verdicts on other texts and their undoing."""
+    """Leaves out verdicts on other texts, and their undoing."""
     known = {(item.key, review_set.models, item.digests) for item in review_set.items}
     others = {(e.rater, e.number) for e in entries if isinstance(e, Verdict) and e.about not in known}
     return [e for e in entries if not (isinstance(e, Verdict | VerdictUndone) and (e.rater, e.number) in others)]
 
 
 def valid_verdicts(entries: Sequence[JournalEntry]) -> list[Verdict]:
-    """Verdicts that were not undone; of one rater on one item the latest."""
+    """Verdicts that were not undone; of one rater's verdicts on one item, the latest."""
     undone = {(entry.rater, entry.number) for entry in entries if isinstance(entry, VerdictUndone)}
     latest: dict[tuple[Any, ...], Verdict] = {}
     for entry in entries:
@@ -133,7 +134,8 @@ Decision = VerdictChoice | Literal["split"]
 class ModelFaults:
     model: str
     bad: Interval | None
-    """Share of the judged items, if any. With two models: those with a reason marked by at least half of the raters."""
+    """Share of the judged items, None if there are none. With two models, the items with a reason that at least half of
+    the raters marked."""
     reasons: dict[Reason, int]
     """Number of items by reason; an item may have several reasons."""
 
@@ -169,7 +171,7 @@ class ReviewResults:
     split: int
     faults: tuple[ModelFaults, ...]
     preference: Preference | None
-    """Of the first model over the second; None for one model, or if nothing is judged."""
+    """The preference for the first model over the second; None for one model, or if nothing is judged."""
     raters: tuple[RaterSummary, ...]
     agreement: tuple[RaterAgreement, ...]
     unpaired: int
@@ -202,7 +204,7 @@ def results_of(review_set: ReviewSet, entries: Sequence[JournalEntry]) -> Review
 
 
 def majority_choices(review_set: ReviewSet, entries: Sequence[JournalEntry]) -> dict[str, Decision]:
-    """Item key -> the choice of most raters; a skip counts only if nobody judged the item."""
+    """Maps an item's key to the choice of most raters; a skip counts only if nobody judged the item."""
     decisions: dict[str, Decision] = {}
     for key, verdicts in _by_key(valid_verdicts(entries_about(entries, review_set))).items():
         ranked = Counter(verdict.choice for verdict in verdicts if verdict.choice != "skip").most_common(2)

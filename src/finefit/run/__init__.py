@@ -1,1 +1,1 @@
-"""The life of a run directory: created, launched, run stage by stage, resumed."""
+"""The life cycle of a run directory: it is created, launched, run stage by stage, and resumed."""

@@ -1,5 +1,5 @@
-"""The inputs of a stage by content: its spec without paths, the files, images and models that it names, the outputs of
-other stages, and the version of finefit. Equal keys give equal outputs, wherever files lie."""
+"""Identifies the inputs of a stage by content: its spec without paths, the files, images and models that it names, the
+outputs of other stages, and the version of finefit. Equal keys give equal outputs, wherever files are stored."""
 
 import hashlib
 import json
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from finefit import __version__
+from finefit import __version__, bounded
 from finefit.artifacts.atomic import write_text
 from finefit.artifacts.cache import content_key, forget_old, source_digest
 from finefit.artifacts.checkpoint import listed_files
-from finefit.artifacts.reading import is_there
+from finefit.artifacts.reading import is_there, lines_of
 from finefit.artifacts.records import At, CacheInputs, output_of, read_record, with_files
 from finefit.artifacts.rundir import RunDir, StageDir, is_run
 from finefit.artifacts.stage_records import EvalResult
@@ -36,15 +36,15 @@ from finefit.spec.schema import Common
 from finefit.spec.stages import STAGE_PATH, AnyStage, TrainStage, models_of, moved, paths_of
 
 DigestOf = Callable[[str], str]
-"""The digest of a stage's output, by its name."""
+"""Returns the digest of a stage's output by its name."""
 _OF_TRAINING = tuple(key for key in Common.model_fields if key not in ("name", "trackers"))
 _ROWS, _IMAGES = ".path", ".images_root"
 _COPIED = (Source, HeldOut, Fields)
-"""What a training has a copy of once it has begun: their files may be gone then."""
+"""Parts that a training has copied once it has begun: their files may be gone then."""
 
 
 def stage_inputs(pipeline: Pipeline, name: str, base: Path, at: At, digest_of: DigestOf) -> CacheInputs:
-    """Of a stage whose inputs all exist. `base`: where its relative paths start."""
+    """All inputs of the stage must exist. `base`: the folder that its relative paths start from."""
     document = _document(pipeline, name)
     with stage_in_errors(pipeline, name):
         inputs = dict(_inputs(pipeline.stages[name], base, at, digest_of))
@@ -71,7 +71,8 @@ def differences(old: CacheInputs, new: CacheInputs) -> list[str]:
 
 
 def outside_inputs(pipeline: Pipeline, base: Path, *, known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Digests of the files and models that no stage makes. Rows that are gone, copied by a training, are as `known`."""
+    """Returns the digests of files and models that no stage makes. For rows that a training has copied and that no
+    longer exist, the digest in `known` is used."""
     found: dict[str, str] = {}
     for name, stage in pipeline.stages.items():
         prefix = "" if pipeline.is_flat else f"{name}."
@@ -82,14 +83,14 @@ def outside_inputs(pipeline: Pipeline, base: Path, *, known: Mapping[str, str] |
 
 
 def run_digest(pipeline: Pipeline, inputs: Mapping[str, str], nodes: int = 1) -> str:
-    """Of what is asked for and of the content that it is asked of. Where files lie, who starts the run and who tracks
-    it does not matter; the number of nodes does, since their ranks divide the rows of a step."""
+    """Returns the digest of the request and of the content it refers to. File locations, the user and the tracker do
+    not matter; the number of nodes does, since their ranks divide the rows of a step."""
     documents = {name: _document(pipeline, name) for name in pipeline.order()}
     return content_key([pipeline.name, documents, inputs, *([nodes] if nodes > 1 else [])])
 
 
 def pinned(pipeline: Pipeline) -> Pipeline:
-    """Branches of the hub move; a run keeps the commits that it began with."""
+    """Replaces branches of the hub, which move, by the commits with which the run began."""
 
     def pin(part: Any) -> Any:
         match part:
@@ -135,7 +136,7 @@ def _inputs(
     digest_of: DigestOf | None = None,
     known: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Without `at` only what lies outside of the pipeline. What is gone counts as what is `known` of it."""
+    """Without `at`, yields only inputs from outside the pipeline. A missing file counts with its digest in `known`."""
     read: dict[str, str] = {}
     known = known or {}
     for key, holder, path in paths_of(stage):
@@ -171,21 +172,22 @@ def _inputs(
 
 
 def _placed(path: str, at: At | None) -> str | None:
-    """None for what is not made yet."""
+    """Returns None for a path that is not made yet."""
     if (made := STAGE_PATH.fullmatch(path)) is None:
         return path
     return None if at is None else str(at(made[1]) / (made[2] or ""))
 
 
 def _split_of(stage: AnyStage, key: str) -> str:
-    """Which files of a folder are meant. Names of experts, which their rows have as keys, say nothing about a split."""
+    """Returns which files of a folder are read. Names of experts, which are the keys of their rows, do not indicate a
+    split."""
     if isinstance(stage, kinds.Gate | kinds.BuildMoe):
         return "train"
     return next((part for part in key.split(".") if part in ("validation", "test")), "train")
 
 
 def _content(holder: BaseModel, key: str, path: str, base: Path, split: str) -> str:
-    if key.endswith(".tokenizer.path"):  # of a custom model: a folder that need not hold weights
+    if key.endswith(".tokenizer.path"):  # that of a custom model: a folder that need not hold weights
         return tree_digest(base / path)
     match holder:
         case Source() | HeldOut() | Fields() if path.startswith("hf://"):
@@ -203,7 +205,7 @@ def _content(holder: BaseModel, key: str, path: str, base: Path, split: str) -> 
 
 
 def tree_digest(path: Path) -> str:
-    """Of a file, or of all files in a folder with their names."""
+    """Returns the digest of a file, or of all files in a folder with their names."""
     try:
         if path.is_dir():
             return content_key([(file.relative_to(path).as_posix(), sha256_of(file)) for file in _files_in(path)])
@@ -222,13 +224,13 @@ def sizes_in(folder: Path) -> dict[str, int]:
 
 
 def output_digest(place: Path, stage: AnyStage, key: str) -> str:
-    """Of a training its weights, as its manifest names them; of an evaluation answers and scores, without the time."""
+    """Covers a training's weights, as listed in its manifest, and an evaluation's answers and scores, without times."""
     match stage:
         case TrainStage():
             weights = [
                 (name, sha256)
                 for name, (_, sha256) in sorted(listed_files(output_of(place, stage)).items())
-                if name.endswith(".safetensors") and not name.startswith("finefit_")  # those are not part of the model
+                if name.endswith(".safetensors") and not name.startswith("finefit_")  # these are not part of the model
             ]
             return content_key([key, weights])
         case kinds.EvaluateStage():
@@ -259,18 +261,18 @@ class _HashedImage(NamedTuple):
     root: str
     path: str
     state: FileState | None = None
-    """Of the file or zip that holds it; None where that is missing or cannot be read."""
+    """State of the file or zip that holds the image; None if it is missing or cannot be read."""
     sha256: str = ""
 
 
 def images_digest(source: Source, base: Path, *, split: str, content: str) -> str | None:
-    """The same wherever the rows lie with their images; None where they name none by a path. `content`: digest of the
-    files of the rows. Which images these name is cached by it, and the digest of an image by the size and time of the
-    file that holds it: a second look reads only what has changed."""
+    """Returns a digest that is the same wherever the rows and their images are stored; None if the rows name no image
+    by a path. `content`: digest of the rows' files. It is the cache key for the list of images; the digest of an image
+    is cached by the size and time of its file, so a second call reads only what has changed."""
     if source.path.startswith("hf://") and source.images_root is None:
-        return None  # the images are of the same commit
+        return None  # the images belong to the same commit
     try:
-        # everything that decides which images are named, and where they are looked for
+        # everything that decides which images are named, and where they are searched
         files = [str(file.path.absolute()) for file in find_files(source.path, base, split=split)]
         root = None if source.images_root is None else str((base / source.images_root).absolute())
         asked = source.model_dump(mode="json", include={"fields", "where"})
@@ -292,7 +294,7 @@ def images_digest(source: Source, base: Path, *, split: str, content: str) -> st
 
 
 def _named_images(source: Source, base: Path, split: str) -> Iterator[_HashedImage]:
-    """Each once, in the order of the rows. Images inside a row are part of its file."""
+    """Yields each image once, in the order of the rows. Images inside a row are part of its file."""
     rows = (row for row in open_source(source, base, split=split).rows() if isinstance(row, Row))
     yield from dict.fromkeys(
         _HashedImage(str(Path(image.root).absolute()), image.path) for row in rows for image in row.images if image.path
@@ -300,12 +302,12 @@ def _named_images(source: Source, base: Path, split: str) -> Iterator[_HashedIma
 
 
 def _hashed(before: _HashedImage) -> _HashedImage:
-    """A file of the same size and time is taken to be the same."""
+    """A file of the same size and time is assumed to be unchanged."""
     if before.state is not None and file_state(before.state[0]) == before.state:
         return before
     try:
         found = find_image(Image(path=before.path, root=before.root))
-        state = file_state(found.path)  # before it is read: should it change meanwhile, it is read again
+        state = file_state(found.path)  # taken before reading, so that a file that changes meanwhile is read again
         return before._replace(state=state, sha256=hashlib.sha256(content_at(found, before.path)).hexdigest())
     except RecordError:
         return before._replace(state=None, sha256="")
@@ -313,8 +315,8 @@ def _hashed(before: _HashedImage) -> _HashedImage:
 
 @lru_cache(16)
 def _read_cache(place: Path, changed: int) -> list[_HashedImage]:  # noqa: ARG001 a rewritten file is read again
-    with place.open(encoding="utf-8") as file:
-        lines = (json.loads(line) for line in file)
+    with bounded.open_binary(place) as file:
+        lines = (bounded.parse_json(line) for line in lines_of(file, place))
         return [
             _HashedImage(root, path, None if state is None else tuple(state), sha256)
             for root, path, state, sha256 in lines

@@ -1,5 +1,5 @@
-"""What `finefit run` does, whatever it is given: a spec file or a run directory, one training or a pipeline.
-The spec is parsed once, when the command is read; the run's lock is taken once, for everything that is written."""
+"""Implements `finefit run` for a spec file or a run directory, for one training or a pipeline. The spec is parsed once,
+when the command is read; the run's lock is taken once for all writes."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSelection:
-    """Which stages a command runs, and which of them again."""
+    """Which stages a command runs, and which of them it runs again."""
 
     first: str | None = None
     only: str | None = None
@@ -43,21 +43,21 @@ class StageSelection:
         return self != StageSelection()
 
     def forced(self, pipeline: Pipeline) -> set[str]:
-        """Stages that run although they are finished."""
+        """Returns the stages that run although they are finished."""
         named = [name for name in (self.first, self.only) if name is not None]
         named += [name for name in self.force if name != EVERY]
         if unknown := [name for name in named if name not in pipeline.stages]:
             remedy = f"its stages are {', '.join(pipeline.order())}"
             raise RunError(f"{pipeline.name} has no stage {', '.join(unknown)}", remedy)
         if self.only is not None and self.first is not None:
-            problem = f"--from {self.first} means several stages, --only {self.only} one alone"
-            raise RunError(problem, "leave one of the two out")
+            problem = f"--from {self.first} selects several stages, but --only {self.only} selects one"
+            raise RunError(problem, "leave out one of the two")
         others = [name for name in self.force if name not in (EVERY, self.only)]
         if self.only is not None and others:
-            problem = f"--force {', '.join(others)} makes another stage again than --only {self.only} runs"
-            raise RunError(problem, "leave one of the two out")
+            problem = f"--force {', '.join(others)} repeats another stage than the one that --only {self.only} runs"
+            raise RunError(problem, "leave out one of the two")
         if pipeline.is_flat and (self.first is not None or self.force):
-            problem = f"{pipeline.name} is one training, which --from and --force would train again in place of itself"
+            problem = f"{pipeline.name} is one training, which --from and --force would overwrite"
             raise RunError(problem, "--new trains it again in another run")
         again = set(pipeline.stages) if EVERY in self.force else set(self.force)
         if self.only is not None:
@@ -77,14 +77,14 @@ class RunArgs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCommand:
-    """The arguments with the spec that they mean."""
+    """The arguments with the spec that they refer to."""
 
     args: RunArgs
     pipeline: Pipeline
     base: Path
-    """Where relative paths of the spec start."""
+    """The folder that relative paths in the spec start from."""
     run: RunDir | None
-    """The run directory that is named; None for a spec file."""
+    """The run directory that was given; None for a spec file."""
 
     @property
     def forced(self) -> set[str]:
@@ -92,7 +92,7 @@ class RunCommand:
 
 
 def read_command(args: RunArgs, pipeline: Pipeline | None = None) -> RunCommand:
-    """Mistakes in arguments or spec are reported first. `pipeline`: a spec file, where it is parsed already."""
+    """Errors in arguments or spec are reported first. `pipeline`: the parsed spec file, if it is parsed already."""
     if args.target.is_dir():
         run = open_any_run(args.target)
         command = RunCommand(args=args, pipeline=_spec_of(run, args), base=args.target, run=run)
@@ -111,22 +111,22 @@ def _spec_of(run: RunDir, args: RunArgs) -> Pipeline:
     if is_pipeline(place):
         if args.overrides:
             raise RunError(
-                f"{place} is a pipeline, which goes on as it began: --set has no place here",
-                "give --set with the spec file: it starts another run, which takes over every stage that has not "
-                "changed",
+                f"{place} is a pipeline, which resumes with its own spec: it does not accept --set",
+                "give --set with the spec file: this starts another run, which reuses every stage that has not changed",
             )
         return read_pipeline(run)
     if read_record(run.run, Run).kind == "eval":
         problem = f"{place.name} holds an evaluation and nothing to train"
-        raise RunError(problem, f"`finefit eval {place}` goes on with it")
-    if is_pipeline(above_it) and args.overrides:  # with other settings it would not be what its key says
-        problem = f"{place} is a stage of {above_it.name}, and --set would make it another one"
+        raise RunError(problem, f"resume it with `finefit eval {place}`")
+    if is_pipeline(above_it) and args.overrides:  # with other settings it would not match its key
+        problem = f"{place} is a stage of {above_it.name}, and --set would make it a different stage"
         raise RunError(problem, "give --set stages.NAME.KEY=VALUE with the spec file of the pipeline")
     return Pipeline.of(parse_again(run, args.overrides))
 
 
 def find_or_create(command: RunCommand, *, nodes: int | None = None) -> RunDir:
-    """The directory itself, the newest run with the same digest, or a new one. `nodes`: that ranks were started on."""
+    """Returns the given directory, the newest run with the same digest, or a new one. `nodes`: the number of nodes on
+    which ranks were started."""
     args, pipeline = command.args, command.pipeline
     if command.run is not None:
         if not pipeline.is_flat:
@@ -139,7 +139,7 @@ def find_or_create(command: RunCommand, *, nodes: int | None = None) -> RunDir:
 
 
 def take_over(command: RunCommand, run: RunDir) -> list[str]:
-    """Takes over what may change in a run that exists; returns lines that say what has. The caller holds its lock."""
+    """Applies permitted changes to an existing run, and returns lines that describe them. The caller holds its lock."""
     pipeline = command.pipeline
     if command.run is not None:
         return amend(run, command.args.overrides, asked=pipeline.flat_spec) if pipeline.is_flat else []
@@ -153,17 +153,17 @@ def take_over(command: RunCommand, run: RunDir) -> list[str]:
 
 
 def amend_now(command: RunCommand, run: RunDir) -> list[str]:
-    with run_lock(run.lock):  # a run that another process works on is refused here
+    with run_lock(run.lock):  # this refuses a run that another process works on
         return take_over(command, run)
 
 
 class RunProgress(StageProgress, Protocol):
     def start(self) -> None:
-        """The run is about to go on."""
+        """Called before the run resumes."""
 
 
 def has_work(command: RunCommand, run: RunDir) -> bool:
-    """False for a finished run that the command asks nothing more of; it is left untouched."""
+    """Returns False for a finished run if the command requests nothing more; the run is left untouched."""
     if command.args.selection or not is_finished(run):
         return True
     if command.run is None or not command.pipeline.is_flat:
@@ -172,13 +172,13 @@ def has_work(command: RunCommand, run: RunDir) -> bool:
 
 
 def carry_out(command: RunCommand, run: RunDir, progress: RunProgress, *, train: Train | None = None) -> bool:
-    """Runs what has yet to be done; False where that is nothing. `train`: by default in processes started here."""
+    """Runs all pending stages; returns False if there are none. `train`: by default starts processes here."""
     if not has_work(command, run):
         return False
     with run_lock(run.lock) as lock:
         for line in take_over(command, run):
             progress.say(line)
-        if not command.args.selection and is_finished(run):  # another process was faster, or only files have moved
+        if not command.args.selection and is_finished(run):  # another process was faster, or only paths changed
             return False
         progress.start()
         only = command.args.selection.only
@@ -187,10 +187,11 @@ def carry_out(command: RunCommand, run: RunDir, progress: RunProgress, *, train:
 
 
 def detach(command: RunCommand, run: RunDir) -> int | None:
-    """Goes on without a terminal; returns the process id once it holds the run's lock, None if there is no work."""
+    """Continues without a terminal. Returns the process id once it holds the run's lock, or None if there is no
+    work."""
     if not has_work(command, run):
         return None
-    amend_now(command, run)  # what is refused is refused here, not in a log that nobody reads
+    amend_now(command, run)  # errors are reported before detaching, not in a log
     selection, log = command.args.selection, run.log.parent / "detached.log"
     words = [sys.executable, "-P", "-m", "finefit", "run", str(run.path)]
     for option, value in (("--from", selection.first), ("--only", selection.only)):
@@ -214,7 +215,7 @@ def dry_run(command: RunCommand) -> tuple[Stages, list[StageDecision]]:
     else:
         request = read_request(command.pipeline, command.base, spec_text="", overrides=args.overrides)
         stages = find_stages(request, runs=args.runs, new=args.new)
-    if stages.run is not None and not stages.pipeline.is_flat:  # as this command would find them
+    if stages.run is not None and not stages.pipeline.is_flat:  # resolved as this command would resolve them
         stages = replace(stages, command=command_id(read_record(stages.run.state, PipelineState), forced))
     return stages, decide_all(stages, forced=forced, only=args.selection.only)
 
@@ -224,10 +225,11 @@ _ONE_STEP = ("schedule.epochs=null", "schedule.steps=1", "schedule.warmup=0", *_
 
 
 def measure_step(target: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """One real step on this card, as a run in a temporary folder, which compares its longest rows with the forecast."""
+    """Takes one real step on this GPU, as a run in a temporary folder, and compares its longest rows with the
+    forecast."""
     if not torch.cuda.is_available():
-        problem = "--measure needs a CUDA device, and torch finds none here"
-        raise UserError(problem, "`finefit doctor` says why; without --measure no device is needed")
+        problem = "--measure needs a CUDA device, but torch finds none here"
+        raise UserError(problem, "`finefit doctor` explains why; without --measure no device is needed")
     overrides = (*overrides, *_ONE_STEP)
     pipeline = Pipeline.of(load_spec(target, overrides))
     with tempfile.TemporaryDirectory(prefix="finefit-measure-") as folder:
@@ -241,22 +243,22 @@ def measure_step(target: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def require_measurable(stage: Stage) -> None:
-    """Refused before a weight is loaded: such a step would not be compared."""
+    """Refuses, before weights are loaded, a step that could not be compared."""
     if (num_ranks := stage.num_ranks or 1) > 1:
-        remedy = "measure one rank: --set 'engine={kind: single}'; memory.jsonl of a run says what each of several held"
-        raise UserError(f"--measure compares one card, and this spec is planned for {num_ranks} ranks", remedy)
+        remedy = "measure one rank: --set 'engine={kind: single}'; a run's memory.jsonl records the memory of each rank"
+        raise UserError(f"--measure compares one card, but this spec is planned for {num_ranks} ranks", remedy)
     if stage.levers.update == "inside":
-        problem = "--measure applies nothing, and with levers.update: inside backward itself changes the weights"
-        raise UserError(problem, "measure with --set levers.update=after; memory.jsonl of a run says what it held")
+        problem = "--measure applies no update, but with levers.update: inside backward itself changes the weights"
+        raise UserError(problem, "measure with --set levers.update=after; a run's memory.jsonl records its memory")
 
 
 def measured(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The line that training wrote about its longest rows."""
+    """Returns the line that training wrote about its longest rows."""
     events = {line["event"]: line for line in lines if "event" in line}
     if (found := events.get("measured")) is not None:
         return found
     if (short := events.get("worst_does_not_fit")) is not None:
         problem = f"a step of the longest rows ran out of memory; {short['predicted_bytes']:,} bytes were predicted"
-        raise FindingError(problem, "close what else uses the card and measure again, or lower levers.micro_batch")
-    problem = "the step was taken and not measured, which is a bug in finefit"
+        raise FindingError(problem, "close other programs on the card and measure again, or lower levers.micro_batch")
+    problem = "the step was taken but not measured, which is a bug in finefit"
     raise FinefitError(problem, "please report it with the spec")

@@ -1,5 +1,6 @@
-"""Finds or creates the run directory that a command means. A new one is filled under a hidden name and then renamed to
-runs/<name>-<n>, so it is never seen half made. That of a pipeline holds its stages, each in a folder of its own."""
+"""Finds or creates the run directory that a command refers to. A new one is filled under a hidden name and then renamed
+to runs/<name>-<n>, so it is never seen incomplete. The directory of a pipeline holds each stage in a folder of its
+own."""
 
 import os
 import shutil
@@ -16,19 +17,18 @@ from finefit.artifacts.rundir import RunDir, newest_with_digest, put_in_place
 from finefit.custom.inputs import processor_opener
 from finefit.data.image_check import copy_processor_files, image_processor_of
 from finefit.data.render import Renderer, open_renderer
-from finefit.errors import FindingError, SpecError
+from finefit.errors import SpecError
 from finefit.facts.files import sha256_of
 from finefit.facts.machine import read_machine
 from finefit.model.resolve_model import ResolvedModel, custom_source
-from finefit.plan.prepared_data import PreparedData, find_sources, prepare_data
+from finefit.plan.prepared_data import PreparedData, find_sources
 from finefit.plan.resolve import make_stage, resolve
 from finefit.plan.target import nodes_of
-from finefit.preflight import in_order, require_no_errors
-from finefit.preflight.data import data_findings, require_data
+from finefit.preflight import require_no_errors
+from finefit.preflight.data import require_data
 from finefit.preflight.model import require_model
-from finefit.preflight.pipeline import training_findings
-from finefit.preflight.training import forecast_here
 from finefit.run.cache_inputs import outside_inputs, pinned, run_digest
+from finefit.run.check_stages import CheckedPipeline, check_pipeline
 from finefit.run.staleness import Stages, forecast_pending
 from finefit.spec.load import spec_to_json
 from finefit.spec.models import CustomModel
@@ -39,34 +39,34 @@ from finefit.spec.tasks import CustomTask
 from finefit.tasks.custom import keep_model_file, keep_task_files, task_sha256
 
 _RECORDS_BYTES = 1 << 20
-"""What the records of a run take before its stages begin."""
+"""Size of a run's records before its stages begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """What a command asks for, with the content of every file and model that it names."""
+    """A command's request, with the content of every file and model that it names."""
 
     pipeline: Pipeline
     base: Path
-    """Where relative paths of the spec start."""
+    """The folder that relative paths in the spec start from."""
     spec_text: str
     overrides: tuple[str, ...] = ()
     inputs: dict[str, str]
     nodes: int = 1
-    """That the ranks of a training run on."""
+    """Number of nodes that the ranks run on."""
 
     @property
     def digest(self) -> str:
-        """Equal digests are the same run, wherever its files lie."""
+        """Requests with equal digests are the same run, wherever their files are stored."""
         return run_digest(self.pipeline, self.inputs, self.nodes)
 
 
 def read_request(
     pipeline: Pipeline, base: Path, *, spec_text: str, overrides: tuple[str, ...] = (), nodes: int | None = None
 ) -> RunRequest:
-    """`nodes`: that ranks were started on already; otherwise those of the launcher."""
+    """`nodes`: the number of nodes on which ranks were already started; by default that of the launcher."""
     if pipeline.is_flat:
-        find_sources(pipeline.flat_spec.data, base)  # before the model: every missing file is reported at once
+        find_sources(pipeline.flat_spec.data, base)  # before the model, so that all missing files are reported at once
         nodes = nodes or nodes_of(pipeline.flat_spec.launcher)
     return RunRequest(
         pipeline=pipeline,
@@ -79,14 +79,15 @@ def read_request(
 
 
 def find_stages(request: RunRequest, *, runs: Path, new: bool) -> Stages:
-    """The stages of a request, with the newest run that has the same digest, where there is one."""
+    """Returns the stages of a request, with the newest run that has the same digest, if there is one."""
     run = None if new else newest_with_digest(runs, request.pipeline.name, request.digest)
     pipeline = request.pipeline if run is None else in_order_of(run, request.pipeline)
     return Stages(pipeline=pipeline, base=request.base, runs=runs, run=run)
 
 
 def in_order_of(run: RunDir, pipeline: Pipeline) -> Pipeline:
-    """The stages in the order that numbers the folders of a run, in whichever order the spec names them now."""
+    """Returns the stages in the order by which the run's folders are numbered, whatever their order in the spec is
+    now."""
     if pipeline.is_flat:
         return pipeline
     order = [state.name for state in read_record(run.state, PipelineState).stages]
@@ -94,7 +95,8 @@ def in_order_of(run: RunDir, pipeline: Pipeline) -> Pipeline:
 
 
 def create_run(request: RunRequest, *, runs: Path, only: str | None = None, forced: Collection[str] = ()) -> RunDir:
-    """A new run is planned and checked first: what does not fit, or cannot work, is refused before anything exists."""
+    """A new run is planned and checked first: what does not fit or cannot work is rejected before anything is
+    created."""
     pipeline = request.pipeline
     if pipeline.is_flat:
         return create_training(request, runs)
@@ -117,17 +119,23 @@ def create_run(request: RunRequest, *, runs: Path, only: str | None = None, forc
 
 
 def create_training(request: RunRequest, folder: Path, place: Path | None = None) -> RunDir:
-    """`place`: where a pipeline wants its stage, and nothing is yet; otherwise the next number in `folder`."""
+    """`place`: the path of a pipeline's stage, which must not exist yet; by default the next number in `folder`."""
     spec = request.pipeline.flat_spec
-    model, prepared, inputs = read_training_inputs(spec, request.base, folder / spec.name)
+    model = require_model(spec.model, spec.tuning, request.base)  # `check` fetches no weights
+    found = check_pipeline(request.pipeline, request.base, folder, nodes=request.nodes)
+    (checked,) = found.stages.values()
+    require_data(checked.rows)
+    require_no_errors(((None, finding) for _, finding in found.findings), found.refusal)
+    prepared = checked.prepared
+    assert prepared is not None  # otherwise there was a finding
     needed_bytes = sum(prepared.path(name).stat().st_size for name in prepared.record.files)
     with report_disk_full(folder / spec.name, needed_bytes), staged_folder(folder, spec.name) as staging:
-        _fill_training(RunDir(staging), request, model, prepared, inputs)
+        _fill_training(RunDir(staging), request, model, found)
         return RunDir(put_in_place(staging, folder, spec.name) if place is None else publish(staging, place))
 
 
 def _write_run(run: RunDir, request: RunRequest) -> None:
-    """Last: only now is the directory a run."""
+    """Writes run.json last: only then is the directory a run."""
     record = Run(
         name=request.pipeline.name,
         digest=request.digest,
@@ -142,22 +150,21 @@ def _write_run(run: RunDir, request: RunRequest) -> None:
 
 
 def relocated(request: RunRequest, run: RunDir) -> Pipeline:
-    """With paths relative to the run directory, and branches of the hub pinned to today's commits."""
+    """Makes paths relative to the run directory, and pins branches of the hub to their current commits."""
     return pinned(moved(request.pipeline, between(request.base.resolve(), run.path.resolve())))
 
 
 def between(old: Path, new: Path) -> MovePath:
-    """Rewrites a path that is relative to `old` into one that is relative to `new`."""
+    """Returns a function that turns a path relative to `old` into one relative to `new`."""
     return lambda path: Path(os.path.relpath(old / path, new)).as_posix()
 
 
-def read_training_inputs(spec: Spec, base: Path, run: Path) -> tuple[ResolvedModel, PreparedData, Inputs]:
-    """The model, its prepared rows and their record. Relative paths start in `base`, recorded ones in `run`."""
-    model = require_model(spec.model, spec.tuning, base)
-    prepared, move = prepare_data(spec, base, model.folder), between(base, run.resolve())
+def training_inputs(spec: Spec, base: Path, run: Path, model: ResolvedModel, prepared: PreparedData) -> Inputs:
+    """Relative paths start in `base`, recorded ones in `run`."""
+    move = between(base, run.resolve())
     form = [Evaluation(task=spec.data.task, name="form")] if isinstance(spec.data.task, CustomTask) else []
     tasks = tuple(task_sha256(evaluation, base) for evaluation in (*form, *spec.evaluate))
-    record = Inputs(
+    return Inputs(
         data={
             split: tuple(tuple(replace(fact, path=move(fact.path)) for fact in files) for files in sources)
             for split, sources in prepared.sources.items()
@@ -170,11 +177,10 @@ def read_training_inputs(spec: Spec, base: Path, run: Path) -> tuple[ResolvedMod
         code_sha256=custom_source(spec.model, base).sha256 if isinstance(spec.model, CustomModel) else None,
         images_sha256=prepared.record.images_sha256,
     )
-    return model, prepared, record
 
 
 def engine_sha256(engine: Engine, base: Path) -> str | None:
-    """Of a DeepSpeed JSON that the user wrote."""
+    """Returns the digest of the user's DeepSpeed JSON, if there is one."""
     if not isinstance(engine, DeepSpeed) or engine.config is None:
         return None
     try:
@@ -184,12 +190,14 @@ def engine_sha256(engine: Engine, base: Path) -> str | None:
         raise SpecError(problem, "its path is relative to the spec file") from None
 
 
-def _fill_training(
-    run: RunDir, request: RunRequest, model: ResolvedModel, prepared: PreparedData, inputs: Inputs
-) -> None:
-    asked, base, machine, data = request.pipeline.flat_spec, request.base, read_machine(), prepared.record
-    found = data_findings(asked, base, prepared)
-    require_data(found)
+def _fill_training(run: RunDir, request: RunRequest, model: ResolvedModel, found: CheckedPipeline) -> None:
+    """`found`: without errors."""
+    asked, base, machine = request.pipeline.flat_spec, request.base, read_machine()
+    (checked,) = found.stages.values()
+    prepared, forecast = checked.prepared, checked.forecast
+    assert prepared is not None
+    assert forecast is not None
+    data, inputs = prepared.record, training_inputs(asked, base, run.path, model, prepared)
     where = run.stage(1, asked.objective.kind)
     for folder in (where.path / "data", where.tokenizer, run.log.parent):
         folder.mkdir(parents=True)
@@ -197,21 +205,18 @@ def _fill_training(
     write_text(run.spec_yaml, request.spec_text)
     write_text(run.spec_json, spec_to_json(spec) + "\n")
     write_record(run.facts, Facts(machine=machine, inputs=inputs))
-    for name in data.files:  # a run directory needs neither the data files nor the cache again
+    for name in data.files:  # a run directory needs neither the data files nor the cache afterwards
         shutil.copyfile(prepared.path(name), where.ledger if name == where.ledger.name else where.prepared(name))
-    read = {name: sha256 for name, sha256 in data.files.items() if name != where.ledger.name}  # by the workers
+    read = {name: sha256 for name, sha256 in data.files.items() if name != where.ledger.name}  # for the workers
     template, options = asked.data.template, asked.data.template_options
     processor = image_processor_of(processor_opener(asked.model, base, model.folder, asked.data.images))
     renderer = open_renderer(model.folder, template, template_options=options, image_processor=processor)
     save_tokenizer(renderer, model.folder, where.tokenizer)
-    assert data.lengths is not None  # otherwise there was a finding
+    assert data.lengths is not None  # otherwise there is a finding
     num_rows = data.lengths.num_rows
     assert num_rows is not None
-    forecast = forecast_here(asked, base, data.lengths, machine, nodes=request.nodes)
     values = resolve(asked, overrides=request.overrides, machine=machine, num_rows=num_rows, forecast=forecast)
-    findings = in_order((*training_findings(asked, forecast, machine, base, run.path), *found))
-    require_no_errors(((None, finding) for finding in findings), FindingError)
-    write_record(run.check, Check(findings=findings))
+    write_record(run.check, Check(findings=tuple(finding for _, finding in found.findings)))
     stage = make_stage(spec, values, inputs=inputs, forecast=forecast, num_rows=num_rows, prepared=read)
     write_record(run.plan, Plan(stages={stage.name: values}, forecasts={stage.name: forecast}))
     write_record(where.stage, stage)
@@ -219,7 +224,7 @@ def _fill_training(
 
 
 def save_tokenizer(renderer: Renderer, model: Path, place: Path) -> None:
-    """With the settings that end an answer of this model."""
+    """Saves the tokenizer with the settings that end an answer of this model."""
     renderer.tokenizer.save_pretrained(place)
     copy_processor_files(model, place)
     if (settings := model / "generation_config.json").is_file():

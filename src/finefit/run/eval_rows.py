@@ -1,5 +1,5 @@
-"""The rows of an evaluation: a run's own test rows, or other ones that are read, built and rendered in the same way;
-and answers to them that were made elsewhere."""
+"""The rows of an evaluation: a run's own test rows, or others that are read, built and rendered in the same way; and
+answers to them from elsewhere."""
 
 import hashlib
 import shutil
@@ -39,28 +39,30 @@ from finefit.tasks.amr import prompt_of, read_graphs
 
 ITEMS = "test.jsonl"
 NO_ITEMS = hashlib.sha256(b"").hexdigest()
-"""The digest of the items of a run without test rows; tasks of lm-eval bring their own items."""
+"""The digest of the items of a run without test rows; lm-eval tasks bring their own items."""
 _DEFAULT_PROMPT_TOKENS = 4096
-"""For a run that was planned without a forecast."""
+"""Used for a run that was planned without a forecast."""
 _MAX_STEM = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRows:
-    """A file of items among the prepared ones."""
+    """A file of items among the prepared files."""
 
     file: str = ITEMS
     sha256: str
     suffix: str = ""
-    """Added to the labels of its evaluations: scores of other rows are other scores. Empty for a run's own rows."""
+    """Added to the labels of its evaluations, because scores of other rows are separate scores. Empty for a run's own
+    rows."""
     prompt_tokens: int
-    """Of the longest prompt."""
+    """Tokens of the longest prompt."""
     prompt_grids: Grids = ()
-    """Of the images of the prompt with the most pixels."""
+    """Grids of the images in the prompt with the most pixels."""
 
 
 def own_rows(run: RunDir) -> EvalRows:
-    """A run's own test rows, as long as the plan found them; without a forecast, as long as a row may be."""
+    """Returns a run's own test rows, with the lengths found by the plan; without a forecast, with the maximum length of
+    a row."""
     where = stage_of(run)
     if is_there(where.eval_stage):
         stage = read_record(where.eval_stage, EvalStage)
@@ -75,23 +77,23 @@ def own_rows(run: RunDir) -> EvalRows:
 
 
 def other_rows(run: RunDir, data: str) -> EvalRows:
-    """Rows of another file, prepared with the run's template, form and lengths, and copied into the run."""
+    """Prepares rows of another file with the run's template, form and lengths, and copies them into the run."""
     where = stage_of(run)
     if is_there(where.eval_stage):
-        remedy = "score the model itself with --data, which makes another run directory"
-        raise RunError(f"{run.path.name} belongs to its own rows", remedy)
+        remedy = "score the model itself with --data, which creates another run directory"
+        raise RunError(f"{run.path.name} can only be scored on its own rows", remedy)
     spec = read_spec(run)
     model = moved(spec.model, lambda path: str((run.path / path).resolve()))
     tokenizer = where.tokenizer
     if not isinstance(model, CustomModel):
         folder = resolve_model(model, where.run).folder
         if ModelProcessor(folder, folder / "config.json", ImageLimits())() is not None:
-            tokenizer = folder  # of a vision-language model: it has its config and processor
+            tokenizer = folder  # that of a vision-language model, which has its config and processor
     like = spec.model_copy(update={"model": model, "data": without_rows(spec.data, form_base=run.path)})
     prepared = prepare_eval_rows(Source(path=data), like, tokenizer, base=Path.cwd())
     content = [*(fact.sha256 for fact in file_facts(prepared)), prepared.record.images_sha256 or ""]
     digest = hashlib.sha256("".join(content).encode()).hexdigest()[:8]
-    # images that came as bytes lie beside their items, which then have a folder of their own
+    # images that came as bytes are stored beside their items, which then have a folder of their own
     has_images = IMAGE_ARCHIVE in prepared.record.files
     place = where.prepared(f"items-{digest}/{ITEMS}" if has_images else f"items-{digest}.jsonl")
     place.parent.mkdir(exist_ok=True)
@@ -111,7 +113,8 @@ def other_rows(run: RunDir, data: str) -> EvalRows:
 
 
 def prepare_eval_rows(source: Source, like: Spec, tokenizer: Path, *, base: Path) -> PreparedData:
-    """`like`: the spec whose template, form and lengths they get. `base`: where the source's path starts."""
+    """`like`: the spec that sets template, prompt format and lengths. `base`: the folder that the source's path is
+    relative to."""
     data = like.data.model_copy(update={"train": (), "validation": None, "test": source})
     prepared = prepare_data(like.model_copy(update={"data": data, "objective": Sft(kind="sft")}), base, tokenizer)
     for fault in prepared.record.problems:
@@ -129,7 +132,7 @@ def rows_of(run: RunDir, subject: Subject) -> list[Row]:
 
 
 def require_readable(run: RunDir, subject: Subject, evaluations: Sequence[Evaluation]) -> tuple[str, ...]:
-    """A reference that its task cannot read is reported before a model answers anything. Returns warnings."""
+    """Reports a reference that its task cannot read before a model answers anything. Returns warnings."""
     if subject.items_sha256 == NO_ITEMS:
         return ()
     rows = rows_of(run, subject)
@@ -154,13 +157,13 @@ class ExternalAnswer:
     id: str = ""
     """An item's key, the place of its row (`test.jsonl:3`, `record 3 of test.json`), or its number."""
     prompt: str = ""
-    """All of it, or its last message."""
+    """The whole prompt, or its last message."""
 
 
 def read_answers(path: Path, form: Form | None) -> list[ExternalAnswer]:
-    """From JSON lines, JSON, CSV or Parquet with an answer and its prompt or id; or from AMR graphs below sentences."""
+    """Reads JSON lines, JSON, CSV or Parquet with an answer and its prompt or id, or AMR graphs below sentences."""
     if not path.is_file():
-        raise DataError(f"{path} is not there", "--answers names a file with one answer for every item")
+        raise DataError(f"{path} does not exist", "--answers needs a file with one answer for every item")
     (file,) = find_files(path.name, path.parent, split="test")
     found = []
     if is_amr(file):
@@ -186,8 +189,8 @@ def read_answers(path: Path, form: Form | None) -> list[ExternalAnswer]:
 
 
 def align_answers(answers: Iterable[ExternalAnswer], rows: Sequence[Row]) -> list[str]:
-    """One answer to each row; rows of the same content are answered in their order. An id is never taken for a prompt,
-    nor a prompt for an id: an answer beside the wrong question would be a wrong score that nobody notices."""
+    """Returns one answer per row; rows of the same content are answered in order. An id is never taken for a prompt,
+    nor a prompt for an id: an answer to the wrong question would be a wrong score that nobody notices."""
     by_id = _named([key_of(row) for row in rows], [row.place for row in rows], [str(row.number) for row in rows])
     whole = ["\n\n".join(message.content for message in row.prompt) for row in rows]
     by_prompt = _named(whole, [row.prompt[-1].content if row.prompt else "" for row in rows])
@@ -201,7 +204,7 @@ def align_answers(answers: Iterable[ExternalAnswer], rows: Sequence[Row]) -> lis
         found[at] = one
     if missing := [row.place for at, row in enumerate(rows) if at not in found]:
         more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
-        remedy = "an item that was not answered counts too: give it an empty answer"
+        remedy = "an unanswered item counts too: give it an empty answer"
         raise DataError(f"{missing[0]} has no answer{more}", remedy)
     return [found[at].text for at in range(len(rows))]
 
@@ -209,12 +212,12 @@ def align_answers(answers: Iterable[ExternalAnswer], rows: Sequence[Row]) -> lis
 def _rows_asked(
     one: ExternalAnswer, rows: Sequence[Row], by_id: Sequence[int], by_prompt: Sequence[int]
 ) -> Sequence[int]:
-    """One row, or several of the same content. An id that is unknown here is ignored where there is a prompt."""
+    """Returns one row, or several of the same content. An unknown id is ignored if there is a prompt."""
     asked = [at for at in by_id if at in by_prompt] if by_id and by_prompt else by_id or by_prompt
     name = _plain(one.id or one.prompt)
     shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]} ..."
     if not (by_id or by_prompt):
-        problem = f"{one.place} answers `{shown}`, which is none of the {len(rows):,} items"
+        problem = f"{one.place} answers `{shown}`, which matches none of the {len(rows):,} items"
         raise DataError(problem, "give answers to these rows")
     if not asked:
         here, there = rows[by_id[0]].place, rows[by_prompt[0]].place
@@ -228,7 +231,7 @@ def _rows_asked(
 
 
 def _named(*kinds: Sequence[str]) -> dict[str, list[int]]:
-    """Names by precedence: a name of an earlier kind hides the same name of a later one."""
+    """Maps names to rows by precedence: a name of an earlier kind hides the same name of a later one."""
     found: dict[str, list[int]] = {}
     for kind in kinds:
         here: defaultdict[str, list[int]] = defaultdict(list)
@@ -244,19 +247,19 @@ def _plain(text: str) -> str:
 
 
 def answers_name(path: Path) -> str:
-    """Their scores are filed under it. It depends on the content of the file."""
+    """Returns the name under which the scores of these answers are stored. It depends on the content of the file."""
     kept = "".join(c if c.isascii() and c.isalnum() else "-" for c in path.stem).strip("-")
     name = f"{kept[:40] or 'answers'}-{sha256_of(path)[:8]}"
-    # a file checkpoint.jsonl, with a digest without letters, would look like a checkpoint
+    # a file called checkpoint.jsonl, with a digest without letters, would look like a checkpoint
     return name if step_named(name) is None else f"answers-{name}"
 
 
 def write_answers(
     task: Task, request: EvalRequest, paths: EvalPaths, answers: Sequence[str], rows: Sequence[Row]
 ) -> None:
-    """As answered items: the process that scores them finds nothing left to ask."""
+    """Writes them as answered items, so that the scoring process has nothing left to generate."""
     if not task.generates or any(any(task.candidates(row)) for row in rows):
-        problem = f"{request.evaluation.label} needs a model's likelihoods, which a file of answers does not have"
+        problem = f"{request.evaluation.label} needs a model's likelihoods, which a file of answers does not contain"
         raise DataError(problem, "leave --answers out and name a model")
     paths.folder.mkdir(parents=True, exist_ok=True)
     paths.items.unlink(missing_ok=True)

@@ -1,8 +1,9 @@
-"""Whose answers are scored: a checkpoint of a training run, an external model, or answers in a file. The last two get a
-run directory of their own, with an eval.json where a training run has its stage.json."""
+"""Determines whose answers are scored: a checkpoint of a training run, an external model, or answers in a file. The
+last two get a run directory of their own, with an eval.json in place of a training run's stage.json."""
 
 import hashlib
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from finefit import __version__
 from finefit.artifacts.atomic import publish, staged_folder
 from finefit.artifacts.checkpoint import MANIFEST, list_checkpoints, manifest_sha256
 from finefit.artifacts.reading import is_there
-from finefit.artifacts.records import Facts, Inputs, Run, read_or_none, read_record, write_record
+from finefit.artifacts.records import Facts, Inputs, Run, read_if_there, read_record, write_record
 from finefit.artifacts.rundir import (
     RunDir,
     StageDir,
@@ -46,38 +47,44 @@ from finefit.plan.resolve import precision_on
 from finefit.run.create import save_tokenizer
 from finefit.run.eval_rows import ITEMS, NO_ITEMS, answers_name, file_facts, prepare_eval_rows
 from finefit.spec.data import Source
-from finefit.spec.load import load_any
+from finefit.spec.load import load_pipeline
 from finefit.spec.models import FolderModel, Full, ShapeModel
-from finefit.spec.stages import moved
+from finefit.spec.stages import TrainStage, moved
 from finefit.spec.tasks import CustomTask
 from finefit.tasks.custom import keep_form
 
 Device = Literal["cpu", "cuda"]
 EARLIER = ".earlier-"
-"""How the name of a run directory begins that was set aside."""
+"""Prefix of a run directory that was set aside."""
 _ALIASES = ("final", "best")
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*-[0-9]+")
+"""The form in which `finefit run` names a run directory."""
 
 
 def refuse_what_has_not_run(target: str, runs: Path) -> None:
-    """A spec file, or a run directory that does not exist: only what `finefit run` has made can be scored."""
+    """Refuses a spec file, or a run directory that does not exist: only runs can be scored."""
     path = Path(target)
     if path.suffix in (".yaml", ".yml"):
-        name = load_any(path).name
-        made = [str(run.path) for run in runs_named(runs, name)]
-        problem = f"{target} is a spec, and `eval` scores what a run of it has made"
+        pipeline = load_pipeline(path)
+        trained = [name for name, stage in pipeline.stages.items() if isinstance(stage, TrainStage)]
+        made = [str(run.path) for run in runs_named(runs, pipeline.name)]
+        if not pipeline.is_flat:  # only one of several stages can be meant
+            made = [f"{run}/{stage}" for run in made for stage in trained]
+        problem = f"{target} is a spec, but `eval` scores runs"
         if len(made) == 1:
             raise RunError(problem, f"give `finefit eval {made[0]}`")
         if made:
-            raise RunError(problem, f"give `finefit eval RUN` with one of its runs: {', '.join(made)}")
-        raise RunError(f"{problem}; there is no run called {name} in {runs} yet", f"give `finefit run {target}` first")
-    if path.parent.name == runs.name and not path.exists():
+            raise RunError(problem, f"give `finefit eval RUN` with one of: {', '.join(made)}")
+        problem += f", and {runs} has no run called {pipeline.name} yet"
+        raise RunError(problem, f"run `finefit run {target}` first")
+    if not path.exists() and (path.parent.name == runs.name or _RUN_NAME.fullmatch(target)):
         there = ", ".join(sorted(found.name for found in runs.iterdir() if is_run(found))) if runs.is_dir() else ""
-        remedy = "`finefit run SPEC` makes one" + (f"; there are {there}" if there else "")
+        remedy = "create it with `finefit run SPEC`" + (f"; {runs} has {there}" if there else "")
         raise RunError(f"the run {target} does not exist yet", remedy)
 
 
 def run_subject(where: StageDir, checkpoint: str) -> Subject:
-    """The subject of a run that only evaluates, or a checkpoint of a training run."""
+    """Returns the subject of an evaluation-only run, or a checkpoint of a training run."""
     if is_there(where.eval_stage):
         return read_record(where.eval_stage, EvalStage).subject
     stage, is_base = read_record(where.stage, Stage), checkpoint == "base"
@@ -91,14 +98,14 @@ def run_subject(where: StageDir, checkpoint: str) -> Subject:
 
 
 def without_model(subject: Subject, name: str, fingerprint: str) -> Subject:
-    """Of answers that exist already: no model is asked."""
+    """Returns the subject for existing answers: no model is asked."""
     nothing = ShapeModel(kind="shape", config={})
     known = replace(subject, model=nothing, model_name=name, model_fingerprint=fingerprint)
     return replace(known, weights=None, manifest_sha256=None)
 
 
 def checkpoints_of(run: RunDir, asked: str) -> list[str]:
-    """`all` means the base and every checkpoint that is kept."""
+    """`all` stands for the base and every checkpoint that is kept."""
     where = stage_of(run)
     if is_there(where.eval_stage):
         return [read_record(where.eval_stage, EvalStage).name]
@@ -108,14 +115,14 @@ def checkpoints_of(run: RunDir, asked: str) -> list[str]:
 
 
 def resolve_checkpoint(where: StageDir, checkpoint: str) -> str:
-    """`final` and `best` become the checkpoint that they name."""
+    """`final` and `best` are resolved to the checkpoint that they refer to."""
     if checkpoint == "base" or is_there(where.eval_stage):
         return checkpoint
     name = f"checkpoint-{checkpoint}" if checkpoint.isdigit() else checkpoint
     aliases = [alias for alias in _ALIASES if (where.checkpoints / alias).is_dir()]
     known = [*aliases, *(path.name for path in list_checkpoints(where.checkpoints))]
     if name not in known:
-        remedy = f"there are base, {', '.join(known)}" if known else "there is only base so far"
+        remedy = f"choose from base, {', '.join(known)}" if known else "there is only base so far"
         raise RunError(f"{where.run.name} has no checkpoint {checkpoint}", remedy)
     return (where.checkpoints / name).resolve().name if name in _ALIASES else name
 
@@ -129,13 +136,14 @@ def open_eval_run(
     is_numbered: bool = True,
     status: Literal["prepared", "finished"] = "prepared",
 ) -> RunDir:
-    """The newest run of the same content, or a new one, which `fill` gets under a hidden name. `is_numbered`: it is
-    runs/<name>-<n>; otherwise it is runs/<name>, and whatever else lies there is set aside."""
+    """Returns the newest run of the same content, or a new one, which `fill` receives under a hidden name.
+    `is_numbered`: the run is runs/<name>-<n>; otherwise it is runs/<name>, and anything else at that path is set
+    aside."""
     place = runs / name
     if is_numbered:
         found = newest_with_digest(runs, name, digest)
     else:
-        there = read_or_none(RunDir(place).run, Run)
+        there = read_if_there(RunDir(place).run, Run)
         found = RunDir(place) if there is not None and there.digest == digest else None
     if found is not None:
         return found
@@ -165,10 +173,11 @@ def open_rows_run(
     runs: Path,
     is_numbered: bool = True,
 ) -> RunDir:
-    """Of an external model on rows that were rendered for it. `base`: where the paths of the rows start."""
+    """Opens the run of an external model on rows that were rendered for it. `base`: the folder that the rows' paths are
+    relative to."""
     record, facts, data = prepared.record, file_facts(prepared), external.prompts.data
     rendered: list[Any] = [data.model_dump(mode="json")]  # the settings that rows are rendered with
-    if isinstance(data.task, CustomTask):  # a user's own task file counts by its content, not its place
+    if isinstance(data.task, CustomTask):  # a user's own task file counts by its content, not by its path
         form = data.task.model_copy(update={"path": ""})
         rendered = [data.model_copy(update={"task": form}).model_dump(mode="json"), sha256_of(Path(data.task.path))]
     settings = [device, precision, external.prompts.seed, external.max_prompt_tokens, *rendered]
@@ -227,15 +236,15 @@ def open_rows_run(
 
 
 def open_model_run(external: ExternalModel, data: str, *, device: Device | None, runs: Path) -> RunDir:
-    """The run directory of an external model on the rows of `data`."""
+    """Returns the run directory of an external model on the rows of `data`."""
     device, base = device or ("cuda" if torch.cuda.is_available() else "cpu"), Path.cwd()
-    prompts = external.prompts.model_copy(update={"model": external.model})  # which knows its image processor
+    prompts = external.prompts.model_copy(update={"model": external.model})  # the model knows its image processor
     prepared = prepare_eval_rows(Source(path=data), prompts, external.tokenizer, base=base)
     return open_rows_run(external, prepared, base=base, device=device, precision=precision_on(device), runs=runs)
 
 
 def _shown_name(external: ExternalModel) -> str:
-    """What a stage of a pipeline made has the name of the stage."""
+    """Returns the display name; a model made by a stage is named after the stage."""
     name, weights = external.resolved.name, external.weights
     if isinstance(external.model, FolderModel):
         name = stage_holding(Path(name)) or Path(name).name
@@ -243,12 +252,13 @@ def _shown_name(external: ExternalModel) -> str:
 
 
 def _relative(path: Path, run: Path) -> str:
-    """Run directories are copied, and what lies beside them is often copied too."""
+    """Paths are relative because run directories are copied, often together with the files beside them."""
     return Path(relpath(path.resolve(), run.resolve())).as_posix()
 
 
 def open_answers_run(answers: Path, data: str, *, runs: Path) -> RunDir:
-    """Holds the rows, no model and no tokenizer. Images are checked and not processed: no model sees them."""
+    """The run holds the rows but no model and no tokenizer. Images are checked but not processed, because no model sees
+    them."""
     check_images, rows = ImageChecker(raw_image_processor()), []
     for row in open_source(Source(path=data), Path.cwd(), split="test").rows():
         if isinstance(row, BadRow):

@@ -1,5 +1,5 @@
-"""The evaluate stage: every model answers the same rows, each in processes and a run directory of its own below the
-stage's folder. Answers are never asked twice, so a stage that was killed goes on at its next item."""
+"""The evaluate stage: every model answers the same rows, each in separate processes and in a run directory of its own
+below the stage's folder. No answer is generated twice, so a stage that was killed resumes at its next item."""
 
 import shutil
 import time
@@ -41,7 +41,7 @@ _METRIC_KEYS = ("name", "unit", "better")
 
 def score(job: StageJob, place: Path, *, lock: int, tick: Tick, say: Say) -> dict[str, Any]:
     """`place`: the stage's folder; `lock`: the descriptor that the answering processes inherit. All models are opened
-    before the first is asked. Returns the summary for the stage's record."""
+    before the first one is asked. Returns the summary for the stage's record."""
     stage, base = job.stage, Path(job.base)
     assert isinstance(stage, EvaluateStage)
     models = {name: job.models[f"models.{name}"] for name in stage.models}
@@ -56,7 +56,7 @@ def score(job: StageJob, place: Path, *, lock: int, tick: Tick, say: Say) -> dic
     warned: tuple[str, ...] = ()
     for name, run in runs.items():
         warned = require_readable(run, run_subject(stage_of(run), name), evaluations)
-    for warning in warned:  # the rows are the same for all
+    for warning in warned:  # the rows are the same for all models
         say(f"warning: {warning}")
     for name, gate in gates.items():
         _require_known_prompts(name, read_record(gate / GATE_RECORD, SequenceGate), runs)
@@ -66,7 +66,7 @@ def score(job: StageJob, place: Path, *, lock: int, tick: Tick, say: Say) -> dic
         with run_lock(run.lock), recording_status(run):
             for one in evaluations:
                 say(f"{name} ({at} of {len(runs)}): {one.label}")
-                found = evaluate(run, request_of(run, name, one), lock=lock, tick=tick, limits=limits)
+                found = evaluate(run, request_of(run, name, one), lock=lock, tick=tick, limits=limits, say=say)
                 scored.setdefault(name, {})[one.label] = found
     scored |= {name: _score_gate(name, gate, place, runs, evaluations) for name, gate in gates.items()}
     for earlier in list(place.glob(f"{EARLIER}*")):
@@ -88,7 +88,7 @@ def score(job: StageJob, place: Path, *, lock: int, tick: Tick, say: Say) -> dic
 def models_on_rows(
     job: StageJob, data: Questions, models: Mapping[str, WiredModel], evaluations: tuple[Evaluation, ...]
 ) -> dict[str, tuple[ExternalModel, PreparedData]]:
-    """Each with the rows as they are rendered for it; without gates, which answer nothing themselves."""
+    """Returns each model with the rows rendered for it, without gates, which generate no answers themselves."""
     base = Path(job.base)
     spec = rows_spec(Data(train=(Source(path=""),), **data.how()), seed=job.seed, evaluations=evaluations)
     spec = spec.model_copy(update={"data": without_rows(spec.data, form_base=base)})
@@ -107,38 +107,40 @@ def _require_experts(
 ) -> None:
     if missing := [expert for expert in gate.experts if expert not in models or models[expert].gate is not None]:
         absent = ", ".join(missing)
-        among = f"models.{name} chooses among {', '.join(gate.experts)} and answers nothing itself"
-        remedy = f"name {absent} under models, too, by the names that the gate has for its experts"
+        among = f"models.{name} chooses among {', '.join(gate.experts)} and generates no answers itself"
+        remedy = f"add {absent} to models, under the names that the gate uses for its experts"
         raise SpecError(f"{among}; {absent} is not among the models here", remedy)
     if own := [one.label for one in evaluations if isinstance(one.task, LmEval)]:
-        problem = f"{', '.join(own)} brings items of its own, whose prompts models.{name} cannot see"
+        problem = f"{', '.join(own)} brings its own items, whose prompts models.{name} cannot see"
         raise SpecError(problem, "evaluate the gate in another stage")
 
 
 def _require_known_prompts(name: str, gate: SequenceGate, runs: Mapping[str, RunDir]) -> None:
-    """All experts are asked the same rows, in the form and with the template that the gate was trained on."""
+    """All experts must have been asked the same rows, in the form and with the template that the gate was trained
+    on."""
     where = {expert: stage_of(runs[expert]) for expert in gate.experts}
     subjects = {expert: read_record(one.eval_stage, EvalStage).subject for expert, one in where.items()}
     if len({subject.items_sha256 for subject in subjects.values()}) > 1:
         each = ", ".join(f"{expert} {subject.items_sha256[:12]}" for expert, subject in subjects.items())
-        remedy = "their tokenizers leave different rows as too long; raise data.max_tokens of the stage"
+        remedy = "their tokenizers make different rows too long; raise data.max_tokens of the stage"
         raise RunError(f"the experts of {name} were not asked the same rows: {each}", remedy)
     first, subject = where[gate.experts[0]], subjects[gate.experts[0]]
     if (form := form_content(subject.form, first.run)) != gate.form:
         trained, asked = gate.form or "nothing", form or "nothing"
-        built = f"was trained on rows built with {trained}, and these are built with {asked}"
-        problem = f"the gate of models.{name} {built}: it would choose by prompts that it does not know"
+        built = f"was trained on rows built with {trained}, but these are built with {asked}"
+        problem = f"the gate of models.{name} {built}: it would choose by prompts of an unknown form"
         raise SpecError(problem, "give the gate's stage the same task as data.task here")
     if _renderer(first, subject).sha256() != gate.template_sha256:
-        problem = f"the gate of models.{name} was trained on prompts of another template than these rows have"
+        problem = f"the gate of models.{name} was trained with another template than the one of these rows"
         raise SpecError(problem, "give both stages the same template")
 
 
 def _score_gate(
     name: str, folder: Path, place: Path, runs: Mapping[str, RunDir], evaluations: Sequence[Evaluation]
 ) -> dict[str, EvalResult]:
-    """A gate answers nothing itself: its scores follow, item by item, from the answers of the experts that it chooses.
-    `folder`: the output of its stage. Its run directory below `place` is kept while the answers are the same."""
+    """A gate generates no answers itself: its scores follow, item by item, from the answers of the experts that it
+    chooses. `folder`: the output of its stage. Its run directory below `place` is kept as long as the answers are the
+    same."""
     gate = read_record(folder / GATE_RECORD, SequenceGate)
     experts = {expert: runs[expert] for expert in gate.experts}
     results = [_paths(run, one).result for run in experts.values() for one in evaluations]
@@ -153,7 +155,7 @@ def _score_gate(
         subject = without_model(own.subject, f"a gate over {', '.join(gate.experts)}", digest)
         shutil.copyfile(first.prepared(subject.items), where.prepared(subject.items))
         write_record(where.eval_stage, replace(own, name=name, subject=subject))
-        for one in evaluations:  # a request and its result, as for a model that was asked
+        for one in evaluations:  # write a request and a result, as for a model that was asked
             asked = read_record(_paths(expert, one).request, EvalRequest)
             answered = {each: read_record(_paths(its, one).result, EvalResult) for each, its in experts.items()}
             paths = where.evaluation(one.label, name, one.limit)
@@ -171,12 +173,12 @@ def _paths(run: RunDir, evaluation: Evaluation) -> EvalPaths:
 
 
 def _choices(gate: Path, subject: Subject, where: StageDir) -> list[str]:
-    """An expert for every row, by the prompt that the experts see."""
+    """Chooses an expert for every row, by the prompt that the experts see."""
     renderer, most, prompts = _renderer(where, subject), subject.max_prompt_tokens, []
     for row in read_items(where.verified(subject.items, {subject.items: subject.items_sha256})):
         if row.text:
-            problem = f"{row.place} is plain text: it asks nothing that a gate could choose by"
-            raise DataError(problem, "take rows with a prompt and an answer")
+            problem = f"{row.place} is plain text: it has no prompt by which a gate could choose"
+            raise DataError(problem, "use rows with a prompt and an answer")
         messages = row.prompt if most is None else renderer.cut_prompt(row.prompt, tools=row.tools, max_tokens=most)
         prompts.append(renderer.prompt_tokens(messages, tools=row.tools))
     return choose_experts(gate, prompts)
@@ -187,7 +189,8 @@ def _renderer(where: StageDir, subject: Subject) -> Renderer:
 
 
 def composed(answered: Mapping[str, EvalResult], choices: Sequence[str]) -> EvalResult:
-    """For each item the result of the model chosen for it, `choices[item.item]`, of several on the same items."""
+    """Takes for each item the result of the model chosen for it, `choices[item.item]`, from several results on the same
+    items."""
     first = next(iter(answered.values()))
     keys = [item.key for item in first.items]
     for name, result in answered.items():
@@ -198,7 +201,7 @@ def composed(answered: Mapping[str, EvalResult], choices: Sequence[str]) -> Eval
     items = tuple(replace(answered[name].items[at], answered_by=name) for at, name in enumerate(chosen))
     counts = ", ".join(f"{name} {chosen.count(name)}" for name in answered)
     warnings = dict.fromkeys(warning for result in answered.values() for warning in result.warnings)
-    signature = {}  # all values where the experts' differ
+    signature = {}  # joins all values if the experts' values differ
     for key in dict.fromkeys(key for result in answered.values() for key in result.signature):
         values = dict.fromkeys(result.signature.get(key, "(none)") for result in answered.values())
         signature[key] = " / ".join(values)
@@ -217,7 +220,7 @@ def composed(answered: Mapping[str, EvalResult], choices: Sequence[str]) -> Eval
 
 
 def _scores(result: EvalResult) -> dict[str, Any]:
-    """Of numbers that are not finite, None; where a gate chose, how many items each expert answered."""
+    """Replaces numbers that are not finite by None; for a gate, adds how many items each expert answered."""
     found: dict[str, Any] = {"n": result.n, "available": result.available, "coverage": result.coverage}
     found["metrics"] = {
         name: {key: value if isfinite(value := getattr(score, key)) else None for key in ("value", "low", "high")}

@@ -1,5 +1,5 @@
-"""The one evaluation path: a request is written, a process answers it, its result is read. What is scored already is
-not scored again, and a process that was killed goes on at its next item."""
+"""The only evaluation path: a request is written, a process answers it, and its result is read. Existing scores are not
+computed again, and an evaluation that was killed resumes at its next item."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from finefit.artifacts.checkpoint import step_named
 from finefit.artifacts.forecasts import EvalBatchLimit
 from finefit.artifacts.processes import run_lock
 from finefit.artifacts.reading import is_there
-from finefit.artifacts.records import Failure, Run, read_or_none, read_record, write_record
+from finefit.artifacts.records import Failure, Run, read_if_there, read_or_none, read_record, write_record
 from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, find_run, is_run, models_of, open_run, stage_of
 from finefit.artifacts.stage_records import EvalFailure, EvalRequest, EvalResult, Score, Stage, Subject
 from finefit.data.rows import is_asked
@@ -36,6 +36,7 @@ from finefit.run import eval_rows, eval_subjects
 from finefit.run.eval_rows import EvalRows
 from finefit.run.eval_subjects import Device
 from finefit.run.launch import launch, log_tail, reraise
+from finefit.spec.load import spec_text
 from finefit.spec.models import Full, ShapeModel
 from finefit.spec.reader import Reader, schema_problems
 from finefit.spec.schema import Evaluation
@@ -48,7 +49,7 @@ from finefit.train.trackers import Tracking
 Tick = Callable[[], None]
 Say = Callable[[str], None]
 NOT_PLANNED = EvalBatchLimit(rows=1, tokens=1)
-"""Before the limit is known, and where nothing is generated."""
+"""The limit before it is known, or if nothing is generated."""
 _NUM_SAMPLES = 3
 _MAX_LABEL = 64
 _OTHER_SETTINGS = re.compile(r"-with-[0-9a-f]{8}$")
@@ -64,15 +65,15 @@ class EvalRequests:
     requests: tuple[EvalRequest, ...]
     rows: EvalRows
     answers: tuple[str, ...] | None = None
-    """The answers to all items, where they were made elsewhere."""
+    """The answers to all items, if they come from elsewhere."""
     warnings: tuple[str, ...] = ()
-    """What a user should know before anything is answered."""
+    """Warnings that a user should see before anything is answered."""
 
 
 def request_of(
     run: RunDir, checkpoint: str, evaluation: Evaluation, *, device: Device | None = None, rows: EvalRows | None = None
 ) -> EvalRequest:
-    """`device`: another one than the training's. `rows`: others than the run's own test rows."""
+    """`device`: overrides the training's device. `rows`: replaces the run's own test rows."""
     where = stage_of(run)
     name = eval_subjects.resolve_checkpoint(where, checkpoint)
     subject = eval_subjects.run_subject(where, name)
@@ -83,19 +84,19 @@ def request_of(
     return EvalRequest(checkpoint=name, evaluation=evaluation, subject=subject, batch_limit=NOT_PLANNED)
 
 
-def evaluate_all(work: EvalRequests, *, tick: Tick, say: Say) -> list[EvalResult]:
-    run, limits = work.run, BatchLimits(run=work.run, rows=work.rows)
-    for warning in work.warnings:
+def evaluate_all(requests: EvalRequests, *, tick: Tick, say: Say) -> list[EvalResult]:
+    run, limits = requests.run, BatchLimits(run=requests.run, rows=requests.rows)
+    for warning in requests.warnings:
         say(f"warning: {warning}")
     with run_lock(run.lock) as lock, recording_status(run), track_scores(stage_of(run), say):
         return [
-            evaluate(run, request, lock=lock, tick=tick, limits=limits, answers=work.answers)
-            for request in work.requests
+            evaluate(run, request, lock=lock, tick=tick, limits=limits, answers=requests.answers, say=say)
+            for request in requests.requests
         ]
 
 
 def evaluate_after_training(run: RunDir, *, lock: int, tick: Tick, say: Say) -> None:
-    """The evaluations that a run's spec asks for."""
+    """Runs the evaluations that a run's spec requests."""
     limits = BatchLimits(run=run, rows=eval_rows.own_rows(run), as_planned=True)
     evaluations = read_record(stage_of(run).stage, Stage).evaluate
     for warning in eval_rows.require_readable(run, eval_subjects.run_subject(stage_of(run), "base"), evaluations):
@@ -105,7 +106,7 @@ def evaluate_after_training(run: RunDir, *, lock: int, tick: Tick, say: Say) -> 
             names = eval_subjects.checkpoints_of(run, evaluation.checkpoints)
             trained = [name for name in names if name != "base"]
             for name in ["base", *trained] if evaluation.base else trained:
-                evaluate(run, request_of(run, name, evaluation), lock=lock, tick=tick, limits=limits)
+                evaluate(run, request_of(run, name, evaluation), lock=lock, tick=tick, limits=limits, say=say)
 
 
 def evaluate(
@@ -116,19 +117,21 @@ def evaluate(
     tick: Tick,
     limits: "BatchLimits | None" = None,
     answers: Sequence[str] | None = None,
+    say: Say = lambda _: None,
 ) -> EvalResult:
     """Carries out a request in a process of its own. `limits` finds its batch limit; `answers`, where they were made
-    elsewhere, leave that process only the scoring. The path of a user's own task file starts in the run directory."""
+    elsewhere, leave that process only the scoring. The path of a user's own task file starts in the run directory.
+    Damaged records of an earlier evaluation cost nothing but time: the model is asked again, and `say` hears it."""
     where, evaluation = stage_of(run), request.evaluation
     request = replace(request, task_sha256=task_sha256(evaluation, run.path), made_with=made_with())
     paths = where.evaluation(evaluation.label, request.checkpoint, evaluation.limit)
-    earlier, result = read_or_none(paths.request, EvalRequest), read_or_none(paths.result, EvalResult)
+    earlier, result = read_or_none(paths.request, EvalRequest, say), read_or_none(paths.result, EvalResult, say)
     is_same = earlier is not None and _deciding(earlier) == _deciding(request)
     if earlier is None or result is None or not is_same or earlier.evaluation.judge != evaluation.judge:
         paths.folder.mkdir(parents=True, exist_ok=True)
         request = replace(request, evaluation=take_task_file(evaluation, run.path, paths.folder))
         if answers is None and is_there(where.eval_stage) and isinstance(request.subject.model, ShapeModel):
-            problem = f"{run.path.name} holds answers made elsewhere, and no model for {evaluation.label} to ask"
+            problem = f"{run.path.name} holds answers from elsewhere, and no model that could answer {evaluation.label}"
             raise RunError(problem, "give --answers FILE again")
         request = _write_known_answers(where, paths, request, limits, answers)
         write_record(paths.request, request)  # even if it is unchanged: its time says which evaluation is the current
@@ -152,8 +155,8 @@ def evaluate(
 def _write_known_answers(
     where: StageDir, paths: EvalPaths, request: EvalRequest, limits: "BatchLimits | None", answers: Sequence[str] | None
 ) -> EvalRequest:
-    """Those that were made elsewhere, or for another task. Returns the request with its batch limit, which takes a
-    rehearsal, where anything is left to generate."""
+    """Writes answers that come from elsewhere, or from another task. Returns the request with its batch limit, which
+    takes a rehearsal, if anything is left to generate."""
     is_own = answers is not None or isinstance(request.evaluation.task, LmEval)
     taken = {} if is_own else answers_of_other_tasks(where, request)
     if answers is None and not taken:
@@ -171,13 +174,14 @@ def _write_known_answers(
     if answers is not None:
         eval_rows.write_answers(task, request, paths, answers, rows)
     elif taken:
-        write_record(paths.request, request)  # first: items that a kill leaves behind are known by their request
+        write_record(paths.request, request)  # first: items that a kill leaves behind are identified by their request
         write_taken(where, paths, task, rows, taken)
     return request
 
 
 def _set_others_aside(where: StageDir, paths: EvalPaths, request: EvalRequest) -> None:
-    """Answers to another request, or of another version, are made again; another judge reads those that exist."""
+    """Answers to another request, or of another version, are generated again; with another judge, existing answers are
+    kept."""
     for earlier in where.evaluations():
         if (earlier.folder, earlier.checkpoint) != (paths.folder, request.checkpoint):
             continue
@@ -190,19 +194,20 @@ def _set_others_aside(where: StageDir, paths: EvalPaths, request: EvalRequest) -
 
 
 def _deciding(request: EvalRequest) -> tuple[Evaluation, Subject, str | None, dict[str, str]]:
-    """Everything that decides an answer. A task file counts by its content."""
+    """Returns everything that decides an answer. A task file counts by its content."""
     return _deciding_settings(request.evaluation), request.subject, request.task_sha256, request.made_with
 
 
 def _deciding_settings(evaluation: Evaluation) -> Evaluation:
-    """A sample and a smaller batch give the same answers, and a judge only reads them."""
+    """A sample and a smaller batch give the same answers, and a judge only reads them, so these settings are
+    equalised."""
     same = {"limit": None, "base": True, "batch": "auto", "checkpoints": "final", "name": None, "judge": None}
     return without_paths(evaluation).model_copy(update=same)
 
 
 def label_apart(run: RunDir, requests: Sequence[EvalRequest], rows: EvalRows) -> tuple[EvalRequest, ...]:
-    """Each request under a label of its own where it differs from what the run's label stands for, in the spec or in
-    what is scored already: other rows, another device or other settings never overwrite a run's own scores."""
+    """Gives each request a label of its own if it differs from what the label stands for in the run's spec or in
+    existing scores: other rows, another device or other settings never overwrite a run's own scores."""
     where = stage_of(run)
     own_device = eval_subjects.run_subject(where, "base").device
     declared = read_record(where.stage, Stage).evaluate if is_there(where.stage) else ()
@@ -229,12 +234,12 @@ def _relabelled(evaluation: Evaluation, label: str, end: str) -> Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """How many answers fit at a time: on a CPU as the run was planned, on a GPU by what is free now."""
+    """How many answers fit at a time: on a CPU as the run was planned, on a GPU by the memory that is free now."""
 
     run: RunDir
     rows: EvalRows
     as_planned: bool = False
-    """On a GPU too: the training that it was planned with has just ended."""
+    """Use the planned limits on a GPU too, because the training that they were planned with has just ended."""
     known: dict[str, EvalBatchLimit] = field(default_factory=dict)
 
     def find(self, request: EvalRequest) -> EvalBatchLimit:
@@ -252,8 +257,8 @@ class BatchLimits:
 
 
 def note_scores(where: StageDir, result: EvalResult) -> None:
-    """Trackers are fed from these lines: scores with their intervals, and a few answers. One that a kill between the
-    result and its line has left out is written later."""
+    """Writes the lines that trackers receive: scores with their intervals, and a few answers. A line that is missing
+    because the process was killed after the result is written later."""
     scores = _score_values(result.task, result.metrics)
     for dataset, part in result.by_dataset.items():
         scores |= _score_values(f"{result.task}/{_NO_TRACKER_NAME.sub('-', dataset)}", part.metrics)
@@ -277,11 +282,11 @@ def _score_values(prefix: str, metrics: Mapping[str, Score]) -> dict[str, float]
 
 @contextmanager
 def track_scores(where: StageDir, say: Say) -> Iterator[None]:
-    """After the `with` block, however it ends, its scores go to the trackers, each in a process of its own."""
+    """Sends scores to the trackers after the `with` block, however it ends, each tracker in a separate process."""
     before = where.evals.stat().st_size if where.evals.exists() else 0
 
     def failed(*, tracker: str, found: str, **_: object) -> None:
-        say(f"{tracker} did not get all scores: {found}; they are complete in the run directory")
+        say(f"{tracker} did not receive all scores: {found}; the run directory has all of them")
 
     try:
         yield
@@ -298,7 +303,7 @@ def status_after(error: FinefitError) -> Literal["stopped", "failed"]:
 
 @contextmanager
 def recording_status(run: RunDir) -> Iterator[None]:
-    """A run that only evaluates has the status of its last command; that of a training run does not change."""
+    """A run that only evaluates has the status of its last command; the status of a training run does not change."""
     record = read_record(run.run, Run)
     if record.kind == "train":
         yield
@@ -336,13 +341,13 @@ def open_evaluation(args: EvalArgs) -> EvalRequests:
     if args.target is not None:
         target = Path(args.target)
         found = find_run(target) if ":" not in args.target or target.is_dir() else target
-        if is_run(found) or models_of(found):  # a folder of several models is refused where it is opened
+        if is_run(found) or models_of(found):  # opening a folder of several models reports the error
             return _requests(open_run(target), args)
     elif args.answers is None:
-        raise RunError("there is nothing to score", f"name {FORMS}; or give answers that exist with --answers FILE")
+        raise RunError("there is nothing to score", f"name {FORMS}; or give existing answers with --answers FILE")
     if args.target is not None:
         eval_subjects.refuse_what_has_not_run(args.target, args.runs)
-    # a run knows its rows and its tasks; a model knows neither
+    # a run has its own rows and tasks; a model has neither
     if missing := [name for name, value in (("--data FILE", args.data), ("--task NAME", args.tasks)) if not value]:
         known = f"{args.target} is not a run directory, and a model knows" if args.target else "a file of answers knows"
         problem = f"{known} neither rows nor tasks: give {' and '.join(missing)}"
@@ -360,13 +365,14 @@ def open_evaluation(args: EvalArgs) -> EvalRequests:
 
 def _requests(run: RunDir, args: EvalArgs) -> EvalRequests:
     if args.base is not None:
-        raise RunError("--base is for adapters, and a run knows its model", "leave it out")
+        raise RunError("--base is for adapters, but a run knows its model", "leave it out")
     rows = eval_rows.own_rows(run) if args.data is None else eval_rows.other_rows(run, args.data)
-    evaluations = evaluations_of(run, named_evaluations(args.tasks, declared_by(run)), rows=rows)
+    known = declared_by(run, is_all=not args.tasks)
+    evaluations = evaluations_of(run, named_evaluations(args.tasks, known), rows=rows)
     option = "--data" if args.data is not None else "--answers"
     bringing = [one.label for one in evaluations if isinstance(one.task, LmEval)]
     if bringing and (args.data is not None or args.answers is not None):
-        # the spec's lm-eval tasks, which bring their own items, are left out; naming one is an error
+        # the spec's lm-eval tasks, which bring their own items, are skipped; naming one is an error
         if args.tasks or len(bringing) == len(evaluations):
             problem = f"lm_eval brings its own items, so {option} does not apply to {', '.join(bringing)}"
             raise RunError(problem, f"leave {option} out, or name another task")
@@ -382,7 +388,7 @@ def _requests(run: RunDir, args: EvalArgs) -> EvalRequests:
         subject = replace(eval_subjects.run_subject(stage_of(run), "base"), items=rows.file, items_sha256=rows.sha256)
         read = eval_rows.read_answers(args.answers, subject.form)
         answers = tuple(eval_rows.align_answers(read, eval_rows.rows_of(run, subject)))
-        # who made the answers is unknown: they are identified by their file
+        # the author of the answers is unknown, so their file identifies them
         name, digest = f"answers of {args.answers.name}", sha256_of(args.answers)
         subject = replace(eval_subjects.without_model(subject, name, digest), tuning=Full(kind="full"))
         request = partial(EvalRequest, checkpoint=eval_rows.answers_name(args.answers), batch_limit=NOT_PLANNED)
@@ -393,7 +399,7 @@ def _requests(run: RunDir, args: EvalArgs) -> EvalRequests:
 
 
 def evaluations_of(run: RunDir, named: Iterable[Evaluation] = (), *, rows: EvalRows | None = None) -> list[Evaluation]:
-    """Those that are named, or else those of the spec. `rows`: others than the run's own."""
+    """Returns the named evaluations, or else those of the spec. `rows`: replaces the run's own."""
     found = list(named) or declared_by(run)
     if not found:
         raise RunError(f"the spec of {run.path.name} names no task", "name one with --task")
@@ -404,14 +410,15 @@ def evaluations_of(run: RunDir, named: Iterable[Evaluation] = (), *, rows: EvalR
     return found
 
 
-def declared_by(run: RunDir) -> list[Evaluation]:
-    """In the spec of a run; for a run that only evaluates, what it was asked before."""
+def declared_by(run: RunDir, *, is_all: bool = True) -> list[Evaluation]:
+    """In the spec of a run; for a run that only evaluates, what it was asked before. `is_all`: a damaged request is an
+    error, since its task would be left out."""
     where = stage_of(run)
     if not is_there(where.eval_stage):
         return list(read_record(where.stage, Stage).evaluate)
     found: dict[str, Evaluation] = {}
     for paths in where.evaluations():
-        if (request := read_or_none(paths.request, EvalRequest)) is not None:
+        if (request := (read_if_there if is_all else read_or_none)(paths.request, EvalRequest)) is not None:
             copied = _absolute(request.evaluation, paths.folder)
             found[copied.label] = copied.model_copy(update={"limit": None})
     return list(found.values())
@@ -419,7 +426,7 @@ def declared_by(run: RunDir) -> list[Evaluation]:
 
 def named_evaluations(asked: Iterable[str], declared: Iterable[Evaluation] = ()) -> list[Evaluation]:
     """Each is a task's name, a label of the spec, a mapping in YAML, or a file: `.yaml` with evaluations, `.py` with a
-    user's own task. The paths returned are absolute, or start where those of `declared` do."""
+    user's own task. The returned paths are absolute, or relative to the same folder as those of `declared`."""
     known = {evaluation.label: evaluation for evaluation in declared}
     found = [one for text in asked for one in ([known[text]] if text in known else _read(text))]
     labels = [evaluation.label for evaluation in found]
@@ -437,14 +444,14 @@ def _read(text: str) -> list[Evaluation]:
         if not path.is_file():
             remedy = f"name a file, or one of {', '.join(task_kinds())}"
             raise SpecError(f"--task {text}: there is no such file", remedy)
-        source, base = path.read_text(encoding="utf-8"), path.parent
+        source, base = spec_text(path), path.parent
     reader = Reader(source, lambda line: (line, f"--task {text}:{line}" if "\n" in source else f"--task {text}"))
     value = reader.read()
     if reader.problems:
         remedy = "quote it as one argument: --task '{kind: rouge, stemmer: false}'"
         raise SpecError("\n".join(str(fault) for fault in reader.problems), remedy)
     values = value if isinstance(value, list) else [value]
-    # a task alone is an evaluation without other settings
+    # a task alone is an evaluation with default settings
     whole = [one if isinstance(one, dict) and "task" in one else {"task": one} for one in values]
     return [_absolute(_validated(one, text), base) for one in whole]
 

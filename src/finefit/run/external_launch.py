@@ -1,6 +1,6 @@
-"""A run whose ranks were started by another program: torchrun, accelerate launch, a SLURM job. The first rank finds or
-creates the run directory and announces it in the store that all ranks share; the others wait for it, however long it
-takes; then each of them becomes a worker."""
+"""A run whose ranks were started by another program: torchrun, accelerate launch, or a SLURM job. The first rank finds
+or creates the run directory and announces it in the store that all ranks share; the others wait for it, however long it
+takes; then every rank becomes a worker."""
 
 import gc
 import json
@@ -21,28 +21,28 @@ from finefit.artifacts.processes import RankEnv, chosen_variables
 from finefit.artifacts.records import Failure, read_record
 from finefit.artifacts.rundir import RunDir, StageDir, is_run, stage_of
 from finefit.artifacts.stage_records import Stage
-from finefit.errors import FinefitError, RunError, SpecError, WorkerDied
+from finefit.errors import FinefitError, RunError, SpecError, WorkerDied, first_line
 from finefit.model.load import quiet
 from finefit.plan.target import devices_of
 from finefit.run.evaluation import Tick
 from finefit.run.launch import failure_of_other_rank
 from finefit.run.run_stages import Train
 from finefit.spec.schema import Engine, Single
-from finefit.train.ranks import RENDEZVOUS_TIMEOUT, first_line, lost_peers
+from finefit.train.ranks import RENDEZVOUS_TIMEOUT, lost_peers
 from finefit.train.worker import work
 
 _RUN, _PULSE, _LEFT = "run", "pulse", "left"
 _LEAVING_SECONDS = 2.0
-"""For a Python process to end."""
+"""Time for a Python process to end."""
 _PULSE_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 _TICK_SECONDS = 0.5
 _VISIBLE = timedelta(seconds=60)
-"""For a shared file system to show on one node what another has written."""
+"""Time for a shared file system to show on one node what another has written."""
 
 
 def engine_overrides(engine: Engine, place: RankEnv) -> tuple[str, ...]:
-    """For the number of ranks that were started. A spec that names another number is refused."""
+    """Returns overrides for the number of ranks that were started. A spec with another number is refused."""
     if isinstance(engine, Single) or devices_of(engine) is None:
         kind = "ddp" if isinstance(engine, Single) else engine.kind
         return (f"engine.kind={kind}", f"engine.devices={place.local_size}") if place.size > 1 else ()
@@ -61,19 +61,19 @@ def require_size(engine: Engine, place: RankEnv) -> None:
 
 
 def require_ranks(stage: Stage, place: RankEnv) -> None:
-    """As many as the run was planned for, on all nodes together."""
+    """Requires as many ranks, over all nodes, as the run was planned for."""
     if stage.num_ranks is None or stage.num_ranks == place.size:
         return
     nodes, started = stage.num_ranks // place.local_size, f"{place.size} were started (WORLD_SIZE={place.size})"
     start = f"start {place.local_size} on each of {nodes} {'node' if nodes == 1 else 'nodes'}"
-    problem = f"this run was planned for {stage.num_ranks} ranks, and {started}"
+    problem = f"this run was planned for {stage.num_ranks} ranks, but {started}"
     raise RunError(problem, f"{start}, or start another run with --new")
 
 
 @dataclass(slots=True, kw_only=True)
 class Rendezvous:
-    """The first rank's side of the rendezvous. While it prepares the run, its pulse tells the others to go on waiting;
-    a `with` block that ends before the run is announced tells them why."""
+    """The first rank's side of the rendezvous. While it prepares the run, its pulse keeps the others waiting; a `with`
+    block that ends before the run is announced sends them the reason."""
 
     store: Store
     _sent: threading.Event = field(default_factory=threading.Event)
@@ -108,15 +108,16 @@ class Rendezvous:
 
 
 def await_run(store: Store, place: RankEnv, *, timeout: timedelta = RENDEZVOUS_TIMEOUT) -> RunDir | Failure | None:
-    """Where to work, or why not; None where there is nothing to do. `timeout`: since the first rank's last pulse."""
+    """Returns the run, the reason why there is none, or None if there is nothing to do. `timeout`: counted from the
+    first rank's last pulse."""
     here, pulse, heard_at = f"rank {place.rank} on {socket.gethostname()}", b"", time.monotonic()
     try:
         while not store.check([_RUN]):
             if store.check([_PULSE]) and (now := store.get(_PULSE)) != pulse:
                 pulse, heard_at = now, time.monotonic()
             if time.monotonic() - heard_at > timeout.total_seconds():
-                silence = f"for {timeout.total_seconds():.0f} s nothing was heard of rank 0, which prepares the run"
-                remedy = "see why rank 0 did not start or hangs; then give the same command again"
+                silence = f"rank 0, which prepares the run, was silent for {timeout.total_seconds():.0f} s"
+                remedy = "find out why rank 0 did not start or hangs; then give the same command again"
                 raise WorkerDied(f"{here}: {silence}", remedy)
             time.sleep(_POLL_SECONDS)
         message: dict[str, Any] = json.loads(store.get(_RUN))
@@ -124,31 +125,31 @@ def await_run(store: Store, place: RankEnv, *, timeout: timedelta = RENDEZVOUS_T
         if not lost_peers(error):
             raise
         problem = f"rank {place.rank} lost rank 0 while it prepared the run: {first_line(error)}"
-        raise WorkerDied(problem, "see why it ended") from None
+        raise WorkerDied(problem, "find out why it ended") from None
     if "run" not in message:
         return Failure(**message["failure"]) if "failure" in message else None
     run, deadline = RunDir(Path(message["run"])), time.monotonic() + _VISIBLE.total_seconds()
     while not is_run(run.path):
         if time.monotonic() > deadline:
             remedy = "all nodes need the same file system at the same path: name a folder on it with --runs"
-            raise RunError(f"{here} does not see {run.path}, which rank 0 works in", remedy)
+            raise RunError(f"{here} does not see {run.path}, in which rank 0 works", remedy)
         time.sleep(_POLL_SECONDS)
     return run
 
 
 def leave(store: Store) -> None:
-    """The first rank has recorded what it had to."""
+    """Tells the other ranks that the first rank has finished recording."""
     store.set(_LEFT, "1")
 
 
 def leave_after_first(store: Store) -> None:
-    """For a rank that failed or was stopped: the program that started the ranks kills all of them when one ends so, and
-    the first has still to record why."""
+    """Delays a rank that failed or was stopped: the program that started the ranks kills all of them when one ends this
+    way, and the first rank must still record the reason."""
     deadline = time.monotonic() + _VISIBLE.total_seconds()
     try:
         while not store.check([_LEFT]) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-    except RuntimeError as error:  # the first rank held the store, and has left
+    except RuntimeError as error:  # the first rank hosted the store, and has left
         if not lost_peers(error):
             raise
     time.sleep(_LEAVING_SECONDS)
@@ -162,12 +163,12 @@ def work_here(run: RunDir, place: RankEnv, store: Store) -> int:
     where = stage_of(run)
     stage = read_record(where.stage, Stage)
     for name, value in chosen_variables(os.environ, deterministic=stage.deterministic).items():
-        os.environ.setdefault(name, value)  # read at the first matrix product; the others are set
+        os.environ.setdefault(name, value)  # read at the first matrix product; the others are set already
     return work(where, place, store, is_child_of_ours=False)
 
 
 def train_as_first_rank(place: RankEnv, store: Store, rendezvous: Rendezvous) -> Train:
-    """Trains in this process, the first rank, once the run is announced to the others."""
+    """Trains in this process, the first rank, after the run is announced to the others."""
 
     def train(where: StageDir, stage: Stage, _: int, tick: Tick) -> int:
         require_size(stage.engine, place)
@@ -187,7 +188,7 @@ def train_as_first_rank(place: RankEnv, store: Store, rendezvous: Rendezvous) ->
             done.set()
             thread.join()
             tick()
-        gc.collect()  # evaluations follow in processes of their own, on the same card
+        gc.collect()  # evaluations follow in separate processes on the same GPU
         if stage.device == "cuda":
             torch.cuda.empty_cache()
         if code and (cause := failure_of_other_rank(where, place.size)) is not None:

@@ -1,8 +1,9 @@
-"""A worker is a child process in a session of its own. Signals are passed on; the end of its standard input tells it
-that the launcher is gone; it inherits the run's lock, so the run stays locked while either of the two lives.
+"""Launches workers: child processes in sessions of their own. Signals are passed on; the end of its standard input
+tells a worker that the launcher is gone; it inherits the run's lock, so the run stays locked while either of the two
+lives.
 
-The ranks of a training are such workers side by side, which live and end together. When one fails, those that do not
-notice it themselves, such as one that waits inside a collective, are killed, and the first failure is reported."""
+The ranks of a training are such workers side by side, which start and end together. When one fails, the ranks that do
+not notice it themselves, such as one that waits inside a collective, are killed, and the first failure is reported."""
 
 import os
 import shutil
@@ -21,7 +22,7 @@ from typing import Literal
 import psutil
 import torch
 
-from finefit import errors
+from finefit import bounded, errors
 from finefit.artifacts.atomic import report_disk_full
 from finefit.artifacts.processes import RankEnv, chosen_variables, on_stop_signals, without_rank_env
 from finefit.artifacts.reading import open_to_append
@@ -35,9 +36,10 @@ from finefit.plan.client import visible_cards
 
 _TICK_SECONDS = 0.2
 _TAIL_LINES = 15
+_TAIL_BYTES = 64 << 10
 _GRACE_SECONDS = 10.0
-"""After one rank has failed, for the others to notice it and report."""
-_SAME_COMMAND = "give the same command again: it goes on where it was"
+"""Time for the other ranks to notice a failure and report it."""
+_SAME_COMMAND = "give the same command again: it resumes where it stopped"
 
 
 def launch(
@@ -57,8 +59,8 @@ def launch(
 
 
 def launch_ranks(module: str, where: StageDir, *, devices: int, lock: int, tick: Callable[[], None]) -> int:
-    """Runs `python -m module STAGE_DIR` as so many ranks to their common end. Returns the exit code of the first, whose
-    failure is in its result; a failure of another rank is raised."""
+    """Runs `python -m module STAGE_DIR` as `devices` ranks until all have ended. Returns the exit code of the first
+    rank, whose failure is in its result; a failure of another rank is raised."""
     stage, run, port = read_record(where.stage, Stage), RunDir(where.run), free_port()
     require_cards(stage.device, devices)
     ranks = RankGroup(where=where, logs=[run.log_of(at) for at in range(devices)])
@@ -92,7 +94,7 @@ class RankGroup:
     ended_by_us: set[int] = field(default_factory=set)
 
     def end(self) -> None:
-        """Those that live are told that the launcher is gone, and waited for while they save."""
+        """Closes the pipes of the live workers, so that they save, and waits for them."""
         for worker in self.workers:
             if worker.stdin is not None:
                 worker.stdin.close()
@@ -100,11 +102,11 @@ class RankGroup:
             time.sleep(_TICK_SECONDS)
 
     def are_alive(self) -> bool:
-        """Whether any is. When a rank has failed, the others are killed after the grace period."""
+        """Returns whether any rank is alive. After one has failed, the others are killed when the grace period ends."""
         for rank, worker in enumerate(self.workers):
             if self.failed_at is None and worker.poll():
                 failure = _failure(self.where, rank)
-                # a rank that was asked to stop has not failed: the first may still be writing their checkpoint
+                # a rank that was asked to stop has not failed: the first rank may still be writing the checkpoint
                 if failure is None or failure.kind != Interrupted.__name__:
                     self.failed_at = time.monotonic()
         live = [rank for rank, worker in enumerate(self.workers) if worker.poll() is None]
@@ -115,8 +117,8 @@ class RankGroup:
         return bool(live)
 
     def failure(self) -> FinefitError | None:
-        """Of a rank that was killed, of one that reported why it failed, of one that ended without a word, in this
-        order. None: the first rank's result says how it ended."""
+        """Returns the failure of a rank that was killed, else of one that reported a reason, else of one that ended
+        without a report. None: the first rank's result says how it ended."""
         size = len(self.workers)
         for rank, worker in enumerate(self.workers):
             if worker.returncode < 0 and rank not in self.ended_by_us:
@@ -124,7 +126,7 @@ class RankGroup:
         if (reported := failure_of_other_rank(self.where, size)) is not None:
             return reported
         for rank, worker in enumerate(self.workers):
-            # stopped at once, by a second SIGINT, is no failure
+            # an immediate stop by a second SIGINT is not a failure
             has_ended_well = worker.returncode in (0, Interrupted.exit_code)
             if not has_ended_well and rank not in self.ended_by_us and _failure(self.where, rank) is None:
                 problem = f"rank {rank} of {size} ended with code {worker.returncode}, which is a fault of finefit"
@@ -137,7 +139,8 @@ class RankGroup:
 
 
 def failure_of_other_rank(where: StageDir, size: int) -> FinefitError | None:
-    """Of another rank than the first, whose own is in its result. One that only lost its peers knows no reason."""
+    """Returns the failure of a rank other than the first, whose own is in its result. A rank that only lost its peers
+    does not know the reason."""
     found = {rank: failure for rank in range(size) if (failure := _failure(where, rank)) is not None}
     reasons = {rank: failure for rank, failure in found.items() if failure.kind != WorkerDied.__name__}
     if 0 in reasons or not reasons:
@@ -153,17 +156,18 @@ def _failure(where: StageDir, rank: int) -> Failure | None:
 
 
 def require_cards(device: str, devices: int) -> None:
-    """Fewer cards than ranks are reported before anything starts."""
+    """Reports fewer GPUs than ranks before anything starts."""
     if device == "cuda" and (there := torch.cuda.device_count()) < devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         seen = f"{there} {'card' if there == 1 else 'cards'} here"
         limit = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
-        remedy = f"set engine.devices to {there} or fewer" if there else "`finefit doctor` says why it sees none"
-        raise SpecError(f"engine.devices is {devices}, and torch sees {seen}{limit}", remedy)
+        remedy = f"set engine.devices to {there} or fewer" if there else "`finefit doctor` explains why it sees none"
+        raise SpecError(f"engine.devices is {devices}, but torch sees {seen}{limit}", remedy)
 
 
 def free_port() -> int:
-    """A free port of this machine. The first rank takes it within a second, and the system gives ports in turn."""
+    """Returns a free port of this machine. The first rank binds it within a second, and the system does not reuse ports
+    at once."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -185,7 +189,7 @@ def _start(
 
 
 def _environment(deterministic: bool) -> dict[str, str]:
-    """With what must be set before torch starts. A user's own setting is kept."""
+    """Returns the variables that must be set before torch starts. A user's own setting is kept."""
     return chosen_variables(os.environ, deterministic=deterministic) | without_rank_env(os.environ)
 
 
@@ -215,48 +219,53 @@ def _signals_passed_on(workers: Sequence["subprocess.Popen[bytes]"]) -> Iterator
 def _raise_late(received: Sequence[signal.Signals], code: int) -> None:
     """A signal that came too late to stop this worker still stops what would follow."""
     if received and code == 0:
-        raise Interrupted(f"stopped by {received[0].name}; what was in progress is done", "give the same command again")
+        raise Interrupted(f"stopped by {received[0].name}; the current step is done", "give the same command again")
 
 
 def _killed(who: str, number: signal.Signals, log: Path) -> WorkerDied:
-    likely = "; out of host memory is the usual reason when nobody sent it" if number == signal.SIGKILL else ""
+    likely = "; usually for lack of host memory, unless someone sent the signal" if number == signal.SIGKILL else ""
     return WorkerDied(f"{who} was ended by {number.name}{likely}. {log_tail(log)}", _SAME_COMMAND)
 
 
 def reraise(failure: Failure, *, who: str = "") -> FinefitError:
-    """The failure that a worker reported, as the type of error that it was there."""
+    """Returns the failure that a worker reported, as the error type that it had there."""
     kind: type[FinefitError] = getattr(errors, failure.kind, FinefitError)
     return kind(f"{who}{failure.problem}", failure.remedy)
 
 
 def log_tail(log: Path) -> str:
-    tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:])
+    try:
+        text = bounded.tail_of(log, _TAIL_BYTES).decode(errors="replace")
+    except OSError as error:
+        return f"{log} cannot be read: {error.strerror}"
+    tail = "\n".join(text.splitlines()[-_TAIL_LINES:])
     return f"The end of {log.name}:\n{tail}"
 
 
 @contextmanager
 def inhibit_sleep(warn: Callable[[str], None]) -> Iterator[None]:
-    """Keeps a laptop awake during a run where the system allows it, and otherwise warns."""
+    """Keeps a laptop awake during a run if the system allows it, and otherwise warns."""
     power, command = read_power(), _command()
     if power.on_battery:
         warn(f"running on battery ({power.percent:.0f} %): plug in, or the run ends with it (it can be resumed)")
     inhibitor, pipe, nowhere = None, subprocess.PIPE, subprocess.DEVNULL
     if command is not None:
         inhibitor = subprocess.Popen(command, stdin=pipe, stdout=nowhere, stderr=nowhere)
-        with suppress(subprocess.TimeoutExpired):  # it refuses at once, or holds until it is ended
+        with suppress(subprocess.TimeoutExpired):  # the command is refused at once, or holds until it is ended
             inhibitor.wait(timeout=0.3)
     if (inhibitor is None or inhibitor.returncode is not None) and power.has_battery:
-        warn("this system offers no way to inhibit sleep: keep the lid open and the machine awake")
+        warn("this system offers no way to prevent sleep: keep the lid open and the machine awake")
     try:
         yield
     finally:
         if inhibitor is not None:
             inhibitor.terminate()
-            inhibitor.communicate()  # closes its pipe too
+            inhibitor.communicate()  # also closes its pipe
 
 
 def _command() -> list[str] | None:
-    """Both end with their standard input or with us, so that a killed launcher leaves nothing behind."""
+    """Both commands end with their standard input or with this process, so that a killed launcher leaves nothing
+    behind."""
     if sys.platform == "darwin" and (caffeinate := shutil.which("caffeinate")):
         return [caffeinate, "-i", "cat"]
     if inhibit := shutil.which("systemd-inhibit"):
@@ -265,21 +274,21 @@ def _command() -> list[str] | None:
 
 
 _SLACK_BYTES = 64 << 20
-"""What a display or a driver allocates and frees by itself."""
+"""Memory that a display or a driver allocates and frees by itself."""
 _PATIENCE_SECONDS = 30.0
 
 
 @dataclass(slots=True)
 class MemoryMeter:
-    """The memory of a stage, seen from outside: on a card all that is in use there, on a CPU the resident memory of the
-    stage's processes. Call `tick()` while the stage works; then `settled` once."""
+    """Measures a stage's memory from outside: on a GPU all memory in use there, on a CPU the resident memory of the
+    stage's processes. Call `tick()` while the stage works, then `settled` once."""
 
     device: Literal["cpu", "cuda"]
     say: Callable[[str], None]
     before: int = field(init=False)
     peak: int = field(init=False)
     others: frozenset[int] = field(init=False)
-    """Child processes from before, which do not belong to the stage."""
+    """Earlier child processes, which do not belong to the stage."""
 
     def __post_init__(self) -> None:
         self.others = frozenset(child.pid for child in psutil.Process().children(recursive=True))
@@ -290,7 +299,7 @@ class MemoryMeter:
             return used_bytes(visible_cards()) or 0
         total = 0
         for child in self._children():
-            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended since it was listed
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # the process has ended since it was listed
                 total += int(child.memory_info().rss)
         return total
 
@@ -301,7 +310,7 @@ class MemoryMeter:
         self.peak = max(self.peak, self.now())
 
     def settled(self, *, loaded: int | None = None, peak: int | None = None) -> StageMemory:
-        """Waits until the memory is released. `loaded` and `peak`: as the stage's own process has measured them."""
+        """Waits until the memory is released. `loaded` and `peak`: measurements of the stage's own process."""
         began = time.monotonic()
         while (after := self.now()) > self.before + _SLACK_BYTES:
             if time.monotonic() - began > _PATIENCE_SECONDS:

@@ -1,4 +1,5 @@
-"""Resuming a training in its directory: what may change is changed and recorded, the rest is refused with a diff."""
+"""Resumes a training in its directory: permitted changes are applied and recorded, all others are refused with a
+diff."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from finefit.artifacts.reading import read_text
 from finefit.artifacts.records import Amendment, Facts, Run, read_record, read_spec, write_record
 from finefit.artifacts.rundir import RunDir, stage_of
 from finefit.artifacts.stage_records import Stage
-from finefit.errors import ModelError, RunError
+from finefit.errors import ModelError, RunError, SpecError
 from finefit.plan.resolve import Leaves, leaves, resolve
 from finefit.plan.target import nodes_of
 from finefit.run.cache_inputs import outside_inputs
@@ -32,7 +33,7 @@ from finefit.tasks.custom import keep_model_file, keep_task_files, kept_paths, p
 
 P = TypeVar("P", bound=BaseModel)
 CHANGEABLE = ("schedule.epochs", "schedule.steps", "save.", "validate.", "on_nan.", "evaluate", "launcher.", "trackers")
-"""Keys that leave the steps already done as they were."""
+"""Keys whose change does not affect the steps already done."""
 _REVISIONS = ("model.revision", "model.tokenizer.revision")
 _MODEL_PATHS = (*_REVISIONS, "model.path", "model.file", "model.weights", "model.tokenizer.path")
 _DATA_PATHS = ("data.train", "data.validation.path", "data.validation.images_root", "data.test")
@@ -40,48 +41,51 @@ _PATHS = (*_MODEL_PATHS, *_DATA_PATHS, "tuning.adapter", "engine.config")
 
 
 def amend(run: RunDir, overrides: tuple[str, ...], *, asked: Spec | None = None, dry: bool = False) -> list[str]:
-    """Checks that a training's inputs are those that it began with, takes over what may change, and returns lines that
-    say it. The caller holds the run's lock, unless `dry`: nothing is written then. `asked`: the parsed spec."""
+    """Checks that a training's inputs are those with which it began, applies permitted changes, and returns lines that
+    describe them. The caller holds the run's lock, unless `dry`, which writes nothing. `asked`: the parsed spec."""
     before = read_spec(run)
     asked = asked or parse_again(run, overrides)
     after = _with_paths(asked, before, overrides, run.path)
     old, new = ({key: value for key, value, _ in leaves(moved(spec, lambda _: ""))} for spec in (before, after))
     same = {key for key in old if key in new and old[key] == new[key]}
-    changes = {  # where only the place has changed, the content is compared below
+    changes = {  # if only the path has changed, the content is compared below
         key: line
         for key, line in _changes(leaves(before), leaves(after)).items()
         if not (key.startswith(_PATHS) and (key in same or key in _REVISIONS))
     }
-    # paths in the run's own spec.yaml stay those it was planned with; `--set` is the way to say that files have moved
+    # paths in the run's own spec.yaml stay as they were planned; `--set` states that files have moved
     (planned,) = read_record(run.plan, Plan).stages.values()
     edited = _changes(((key, resolved.value, True) for key, resolved in planned.items()), leaves(parse_again(run)))
     refused = [line for key, line in edited.items() if key.startswith(_PATHS)]
-    # another number of nodes is another number of ranks, which divide the rows of a step differently
+    # another number of nodes means another number of ranks, which divide the rows of a step differently
     is_same_count = nodes_of(before.launcher) == nodes_of(after.launcher)
     may_change = {key: is_same_count if key == "launcher.nodes" else key.startswith(CHANGEABLE) for key in changes}
     refused += [line for key, line in changes.items() if not may_change[key]]
     if refused:
-        problem = f"{run.path.name} cannot go on with another spec:\n" + "\n".join(f"  {line}" for line in refused)
-        allowed = f"only {', '.join(key.rstrip('.') for key in CHANGEABLE)} may change, and of launcher not the nodes"
+        problem = f"{run.path.name} cannot resume with another spec:\n" + "\n".join(f"  {line}" for line in refused)
+        allowed = f"only {', '.join(key.rstrip('.') for key in CHANGEABLE)} may change, except launcher.nodes"
         raise RunError(problem, f"{allowed}; `finefit run SPEC --new` starts another run")
     require_unchanged(run, Pipeline.of(after))
     if before == after:
         return []
     if dry:
-        return list(changes.values()) or ["files lie elsewhere"]
+        return list(changes.values()) or ["files have moved"]
     spec = keep_model_file(keep_task_files(after, run.path, run.path), run.path)
     return _take_over(run, asked, spec, changes, overrides)
 
 
 def parse_again(run: RunDir, overrides: tuple[str, ...] = ()) -> Spec:
-    """The spec that a training was started with, with all overrides since."""
+    """Returns the spec with which a training was started, with all overrides since."""
     overrides = (*read_record(run.run, Run).overrides, *overrides)
-    return parse_spec(read_text(run.spec_yaml), where=str(run.spec_yaml), overrides=overrides)
+    try:
+        return parse_spec(read_text(run.spec_yaml), where=str(run.spec_yaml), overrides=overrides)
+    except SpecError as error:
+        raise SpecError(error.problem, error.remedy or "correct it, or restore it from a copy") from None
 
 
 def follow(run: RunDir, spec: Spec) -> list[str]:
-    """Takes over what a spec with the digest of this training says differently now: who starts and tracks it, and where
-    its model and adapter lie. The paths of `spec` are relative to the run directory, whose lock the caller holds."""
+    """Applies what a spec with this training's digest says differently now: launcher, trackers, and the paths of its
+    model and adapter. The paths of `spec` are relative to the run directory, whose lock the caller holds."""
     before = read_spec(run)
     if read_record(run.run, Run).status == "finished":
         return []
@@ -95,7 +99,8 @@ def follow(run: RunDir, spec: Spec) -> list[str]:
 
 
 def require_unchanged(run: RunDir, pipeline: Pipeline) -> None:
-    """A run that is named by its directory goes on with its first inputs. `pipeline`: its paths start in the run."""
+    """A run that is named by its directory resumes with its original inputs. `pipeline`: its paths are relative to the
+    run."""
     before = read_record(run.run, Run).inputs
     if pipeline.is_flat:
         # evaluations may change, and the run has copies of their files and of a DeepSpeed JSON
@@ -115,19 +120,19 @@ def require_unchanged(run: RunDir, pipeline: Pipeline) -> None:
         model = pipeline.flat_spec.model if pipeline.is_flat else None
         if not isinstance(model, FolderModel) or (run.path / model.path).exists():
             raise
-        remedy = "if it lies elsewhere now, name the place with --set model.path=FOLDER"
+        remedy = "if it has moved, give its path with --set model.path=FOLDER"
         raise ModelError(error.problem, remedy) from None
     if changed := [key for key in dict.fromkeys((*before, *now)) if before.get(key) != now.get(key)]:
         problem = f"the inputs of {run.path.name} have changed since it began:"
         for key in changed:
             place = f" ({paths[key]})" if key in paths else ""
             problem += f"\n  {key}{place}: {before.get(key, '(none)')[:12]} -> {now.get(key, '(none)')[:12]}"
-        reused = "" if pipeline.is_flat else ", which takes over every stage that has not changed"
-        raise RunError(problem, f"put them back, or give the spec file: it starts another run{reused}")
+        reused = "" if pipeline.is_flat else ", which reuses every stage that has not changed"
+        raise RunError(problem, f"restore them, or give the spec file: it starts another run{reused}")
 
 
 def _with_paths(asked: Spec, before: Spec, overrides: tuple[str, ...], run: Path) -> Spec:
-    """Paths stay as the run knows them, except those given now, which are relative to the working directory."""
+    """Keeps the paths that the run knows, except those given now, which are relative to the working directory."""
 
     def is_given(key: str) -> bool:
         given = [override.split("=", 1)[0] for override in overrides]
@@ -137,11 +142,11 @@ def _with_paths(asked: Spec, before: Spec, overrides: tuple[str, ...], run: Path
     splits = ("train", "validation", "test")
     data = {key: getattr((fresh if is_given(f"data.{key}") else before).data, key) for key in splits}
     if isinstance(asked.data.task, CustomTask) and isinstance(before.data.task, CustomTask):
-        data["task"] = before.data.task  # the run has a copy, which its rows were built with
+        data["task"] = before.data.task  # the run has a copy of the file with which its rows were built
     evaluate = list(kept_paths((fresh if is_given("evaluate") else asked).evaluate, before.evaluate))
     for at, (now, known) in enumerate(zip(fresh.evaluate, evaluate, strict=True)):
         if any(is_given(f"evaluate.{at}.task.{key}") for key in ("path", "folder", "nli", "checkpoint")):
-            sha256 = task_sha256(now, run)  # of a file that the run may have a copy of
+            sha256 = task_sha256(now, run)  # that of a file which the run may have copied
             has_copy = sha256 is not None and path_of(known.task) != path_of(now.task)
             evaluate[at] = known if has_copy and sha256 == task_sha256(known, run) else now
     tuning = fresh.tuning if is_given("tuning.adapter") else _with_known(asked.tuning, before.tuning, "adapter")
@@ -152,14 +157,14 @@ def _with_paths(asked: Spec, before: Spec, overrides: tuple[str, ...], run: Path
 
 
 def _with_known(asked: P, before: BaseModel, key: str) -> P:
-    """With the path that the run knows, where both name one."""
+    """Keeps the path that the run knows, if both specs have one."""
     known = getattr(before, key, None)
     is_known = isinstance(getattr(asked, key, None), str) and isinstance(known, str)
     return asked.model_copy(update={key: known}) if is_known else asked
 
 
 def _model(asked: Model, fresh: Model, before: Model, is_given: Callable[[str], bool]) -> Model:
-    """`asked` as it is written, `fresh` with paths relative to the run directory."""
+    """`asked` is the spec as written, `fresh` has paths relative to the run directory."""
     match asked, fresh, before:
         case FolderModel(), _, FolderModel() if not is_given("model.path"):
             return before
@@ -177,7 +182,7 @@ def _model(asked: Model, fresh: Model, before: Model, is_given: Callable[[str], 
 
 
 def _changes(before: Leaves, after: Leaves) -> dict[str, str]:
-    """By key, in words."""
+    """Describes each changed key in words."""
     old, new = ({key: value for key, value, _ in side} for side in (before, after))
     return {
         key: f"{key}: {old.get(key, '(none)')} -> {new.get(key, '(none)')}"
@@ -195,8 +200,8 @@ def _take_over(run: RunDir, asked: Spec, spec: Spec, changes: dict[str, str], ov
     )
     total = int(values["total_steps"].value) if any(key.startswith("schedule.") for key in changes) else old.total_steps
     if total < done:
-        problem = f"{run.path.name} has done {done} steps, {total} are asked for now"
-        raise RunError(problem, "ask for more steps, or start another run with --new")
+        problem = f"{run.path.name} has done {done} steps, but {total} are requested now"
+        raise RunError(problem, "request more steps, or start another run with --new")
     if spec.evaluate and "test.jsonl" not in old.prepared:
         remedy = "name them in the spec with data.test and run again with --new"
         raise RunError(f"{run.path.name} has no test rows to answer", remedy)
@@ -213,7 +218,7 @@ def _take_over(run: RunDir, asked: Spec, spec: Spec, changes: dict[str, str], ov
         on_nan=spec.on_nan,
         evaluate=spec.evaluate,
     )
-    # the plan with what has changed, and paths as the user writes them; it has the keys of the new choices
+    # the plan with its changes, with paths as the user writes them; it has the keys of the new choices
     planned, given = plan.stages[stage.name], {key: value for key, value, _ in leaves(asked)}
     moves = {key for key, was in planned.items() if key.startswith(_PATHS) and was.value != given.get(key)}
     source, note = f"amended after step {done}", ""

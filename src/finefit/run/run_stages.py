@@ -1,8 +1,8 @@
-"""Runs the stages of a run directory one after another, each in processes of its own.
+"""Runs the stages of a run directory one after another, each in separate processes.
 
-A stage that trains is a run directory: a folder of its pipeline's, or for a flat spec the run directory itself. Every
-other stage is made under a hidden name and shown when it is whole; the record that a stage is finished is written last.
-So a run that was killed goes on with the stage that it was at."""
+A training stage is a run directory: a folder of its pipeline, or for a flat spec the run directory itself. Every other
+stage is created under a hidden name and renamed when it is complete; the record that a stage is finished is written
+last. So a run that was killed resumes with the stage that was in progress."""
 
 import os
 import shutil
@@ -20,6 +20,7 @@ from finefit import __version__
 from finefit.artifacts import atomic, records
 from finefit.artifacts.forecasts import Plan
 from finefit.artifacts.processes import run_lock
+from finefit.artifacts.reading import is_there, open_file
 from finefit.artifacts.records import (
     CacheInputs,
     FinishedStage,
@@ -54,23 +55,23 @@ from finefit.spec.stages import CompareStage, EvaluateStage, MakePairs, Sampled,
 
 TRAIN_WORKER = "finefit.train.worker"
 Train = Callable[[StageDir, Stage, int, Tick], int]
-"""Trains a stage, whose run is locked by a descriptor, and returns the exit code; the result is in its folder."""
+"""Trains a stage whose run is locked by a descriptor, and returns the exit code; the result is in its folder."""
 
 
 class View(Protocol):
-    """Shows a training as it goes on."""
+    """Shows the progress of a training."""
 
     def tick(self) -> None: ...
     def say(self, line: str) -> None: ...
 
 
 class StageProgress(Protocol):
-    """Shows the stages of a run as they come."""
+    """Shows the progress through the stages of a run."""
 
     def begin(self, decision: StageDecision, number: int, count: int) -> None: ...
     def training(self, run: RunDir) -> AbstractContextManager[View]: ...
     def say(self, line: str) -> None: ...
-    def end(self, decision: StageDecision, done: FinishedStage) -> None: ...  # also for a stage that need not run
+    def end(self, decision: StageDecision, done: FinishedStage) -> None: ...  # also for stages that need not run
 
 
 def run_stages(
@@ -82,8 +83,8 @@ def run_stages(
     only: str | None = None,
     train: Train | None = None,
 ) -> Run:
-    """To the end, or to the first failure, which is recorded before it is raised. `lock` holds the run's lock. `only`:
-    one stage, whose inputs exist. `train`: by default in processes that are started here."""
+    """Runs to the end, or to the first failure, which is recorded before it is raised. `lock` holds the run's lock.
+    `only`: run this stage, whose inputs must exist. `train`: by default trains in processes started here."""
     forced = set(forced) if only is None else {only} & set(forced)
     with stop_signals_to(_stop), inhibit_sleep(progress.say):
         if is_pipeline(run.path):
@@ -95,16 +96,17 @@ def run_stages(
 
 
 def _sweep(run: RunDir, forced: Collection[str]) -> None:
-    """Deletes what a killed run has left half made, since it may be what fills the disk; answers of models are kept.
-    The stage that such a run was at, and those that are forced, are waiting."""
+    """Deletes the incomplete files of a killed run, since they may be what fills the disk; models' answers are kept.
+    The stage that was in progress and the forced stages are set to waiting."""
     atomic.sweep(run.path / "stages")
     old, states = read_record(run.state, records.PipelineState), []
     for number, stage in enumerate(old.stages, 1):
         staging = run.unfinished(number, stage.name)
         if not staging.done.exists():
-            if staging.output.exists():
-                shutil.rmtree(staging.output)
-            staging.outcome.unlink(missing_ok=True)
+            atomic.remove_folder(staging.output)
+            if is_there(staging.outcome):  # of an earlier try, which says nothing about the next one
+                with open_file(staging.outcome):
+                    staging.outcome.unlink()
         is_done = stage.status == "done" and stage.name not in forced
         states.append(stage if is_done else replace(stage, status="waiting", reason=""))
     new = replace(old, stages=tuple(states), forced=tuple(sorted(forced)), command=staleness.command_id(old, forced))
@@ -126,20 +128,21 @@ class _Silent:
 
 
 def train_run(run: RunDir, *, train: Train | None = None) -> Run:
-    """A whole run, without a terminal."""
+    """Runs a whole run, without a terminal."""
     with run_lock(run.lock) as lock:
         return run_stages(run, _Silent(), lock=lock, train=train)
 
 
 @contextmanager
 def _recorded(run: RunDir) -> Iterator[None]:
-    """The run is running, and then finished, stopped or failed; a pipeline with stages left to run is stopped."""
+    """Records the run as running, and then as finished, stopped or failed; a pipeline with pending stages is
+    stopped."""
     record = replace(read_record(run.run, Run), status="running", failure=None)
     write_record(run.run, record)
     try:
         yield
     except FinefitError as error:
-        with suppress(DiskFull):  # a record that finds no room does not hide the reason
+        with suppress(DiskFull):  # a full disk must not hide the original error
             write_record(run.run, replace(record, status=status_after(error), failure=records.Failure.of(error)))
         raise
     is_over = True
@@ -159,14 +162,14 @@ class _StageRunner:
     train: Train
 
     def run_all(self, forced: Collection[str], only: str | None) -> None:
-        """Where one stage alone is asked for, those that it depends on are reported and noted with their places too."""
+        """With `only`, the stages that it depends on are reported and recorded with their folders too."""
         pipeline = self.stages.pipeline
         if pipeline.is_flat:
             with self.progress.training(self.run) as view:
                 return self._train_and_evaluate(self.run, self.lock, view, view.tick)
         forecasts, findings = staleness.forecast_pending(staleness.open_stages(self.run), only=only, forced=forced)
         old = read_record(self.run.plan, Plan)
-        known = {**old.forecasts, **forecasts}  # those of other stages stay as they were planned
+        known = {**old.forecasts, **forecasts}  # forecasts of other stages stay as they were planned
         plan = replace(old, forecasts={name: known[name] for name in pipeline.order() if name in known})
         if plan != old:
             write_record(self.run.plan, plan)
@@ -187,11 +190,11 @@ class _StageRunner:
         assert own is not None
         place = decision.place or own.path
         if decision.place is not None:
-            atomic.remove_folder(self.run.unfinished(number, name).path)  # of a command that was not given again
+            atomic.remove_folder(self.run.unfinished(number, name).path)  # left by a command that was not repeated
         else:
             self._note(name, "running", decision.reason, place=place)
             self.progress.begin(decision, number, len(self.stages.pipeline.stages))
-            assert decision.inputs is not None  # all that it depends on is settled
+            assert decision.inputs is not None  # all stages that it depends on are settled
             try:
                 with stage_in_errors(self.stages.pipeline, name), atomic.report_disk_full(place):
                     self._work(name, own, decision.inputs)
@@ -224,13 +227,13 @@ class _StageRunner:
                     staging.log.parent.mkdir(parents=True, exist_ok=True)
                     self._make(name, staging, now)
             return atomic.replace_folder(staging.path, own.path)
-        # an evaluation that lost some of its answers asks only for these again
+        # an evaluation that lost some of its answers generates only those again
         lost_answers = isinstance(stage, EvaluateStage) and staleness.is_whole(own, now)
         if not staleness.is_half_done(own, now) and not lost_answers:
             if staleness.is_worth_keeping(own, stage):  # reviews by people and finished trainings are never deleted
                 aside = own.path.with_name(f"{EARLIER}{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-{own.path.name}")
                 own.path.rename(aside)
-                self.progress.say(f"what was there is kept as {aside}; delete it when it is needed no more")
+                self.progress.say(f"the earlier output is kept as {aside}; delete it when you no longer need it")
             else:
                 atomic.remove_folder(own.path)
         if isinstance(stage, TrainStage):
@@ -240,16 +243,16 @@ class _StageRunner:
         return self._make(name, own, now)
 
     def _train_stage(self, name: str, own: StageDir, now: CacheInputs) -> None:
-        began, base, run, goes_on = time.perf_counter(), self.stages.base, RunDir(own.path), own.path.exists()
+        began, base, run, is_resumed = time.perf_counter(), self.stages.base, RunDir(own.path), own.path.exists()
         device = _device_here(self.stages.pipeline)
         spec = records.wired_spec(self.stages.pipeline, name, self.stages.at, base)
-        if not goes_on:
+        if not is_resumed:
             text = dumped(spec.model_dump(mode="json", by_alias=True, exclude_unset=True))
             create_training(read_request(Pipeline.of(spec), base, spec_text=text), own.path.parent, own.path)
             write_record(own.begun, now)
         meter = MemoryMeter(device, self.progress.say)
         with run_lock(run.lock) as lock:
-            if goes_on:
+            if is_resumed:
                 follow(run, moved(spec, between(base, own.path.resolve())))
             with self.progress.training(run) as view, _recorded(run):
 
@@ -260,7 +263,7 @@ class _StageRunner:
                 self._train_and_evaluate(run, lock, view, tick)
         where = stage_of(run)
         result = read_record(where.result, StageResult)
-        # noted by the worker before its first step
+        # recorded by the worker before its first step
         key = "reserved_bytes" if device == "cuda" else "resident_bytes"
         notes = [line for line in atomic.read_lines(where.memory) if line.get("instant") == "loaded" and key in line]
         loaded = int(notes[-1][key]) if notes else None
@@ -288,7 +291,7 @@ class _StageRunner:
         evaluate_after_training(run, lock=lock, tick=tick, say=view.say)
 
     def _make(self, name: str, where: StageDir, now: CacheInputs) -> None:
-        """A stage that does not train: an evaluation in its folder, any other in a hidden one."""
+        """Runs a stage that does not train: an evaluation in its own folder, any other stage in a hidden one."""
         write_record(where.begun, now)
         job = _stage_job(self.stages, name)
         write_record(where.job, job)
@@ -333,7 +336,7 @@ def _train_in_processes(where: StageDir, stage: Stage, lock: int, tick: Tick) ->
     if stage.num_ranks not in (None, devices):
         planned = f"{where.run.name} was planned for {stage.num_ranks} ranks on several nodes"
         remedy = "start them as they were started before, or start another run with --new"
-        raise RunError(f"{planned}, and this command starts {devices}", remedy)
+        raise RunError(f"{planned}, but this command starts {devices}", remedy)
     if devices > 1:
         return launch_ranks(TRAIN_WORKER, where, devices=devices, lock=lock, tick=tick)
     log = RunDir(where.run).log
@@ -345,12 +348,13 @@ def _device_here(pipeline: Pipeline) -> Literal["cpu", "cuda"]:
 
 
 def _stage_job(stages: Stages, name: str) -> records.StageJob:
-    """What a stage's process is given: outputs of other stages filled in, paths absolute. Its inputs are settled."""
+    """Describes a stage for its process: outputs of other stages are filled in, and paths are absolute. Its inputs are
+    settled."""
     pipeline, stage = stages.pipeline, stages.pipeline.stages[name]
     device = _device_here(pipeline)
     models = {}
     for key, asked in models_of(stage):
-        if not key.startswith("evaluate."):  # models that a task judges with are not inputs of the stage
+        if not key.startswith("evaluate."):  # models that judge a task are not inputs of the stage
             wired = records.wired_model(pipeline, asked, stages.at)
             models[key] = replace(wired, model=moved(wired.model, lambda path: str((stages.base / path).resolve())))
     scores: dict[str, tuple[str, ...]] = {}
@@ -377,7 +381,7 @@ def _stage_job(stages: Stages, name: str) -> records.StageJob:
 
 def _outcome(staging: StageDir, code: int, log: Path) -> records.StageOutcome:
     if not staging.outcome.exists():
-        if code == DiskFull.exit_code:  # no room for the record
+        if code == DiskFull.exit_code:  # there was no room for the record
             raise atomic.disk_full(staging.path, None, free_bytes(staging.path))
         problem = f"its process ended with code {code}, which is a fault of finefit. {log_tail(log)}"
         raise FinefitError(problem, "please report it with these lines")
@@ -390,5 +394,5 @@ def _outcome(staging: StageDir, code: int, log: Path) -> records.StageOutcome:
 
 
 def _stop(number: int, _: FrameType | None) -> None:
-    """Between processes a stop signal ends this one; while one works, it is passed on."""
+    """Between processes a stop signal ends this one; while a worker runs, the signal is passed on."""
     raise Interrupted(f"stopped by {Signals(number).name}", "give the same command again")

@@ -1,5 +1,5 @@
-"""A run as a SLURM job, through submitit: its tasks are the ranks, and each does what `finefit run` does under
-torchrun. So the run directory is created where the cards are. Before the time limit, and when the job is preempted,
+"""Submits a run as a SLURM job, through submitit: its tasks are the ranks, and each does what `finefit run` does under
+torchrun, so the run directory is created where the GPUs are. Before the time limit, and when the job is preempted,
 SLURM sends a warning: the ranks save together, and the job is queued again."""
 
 import os
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from finefit.errors import Interrupted, RunError, SpecError
 from finefit.facts.cards import parse_card
-from finefit.model.resolve_model import model_outline, resolve_start
+from finefit.model.resolve_model import read_stub, resolve_start
 from finefit.plan.prepared_data import find_sources
 from finefit.plan.target import devices_of, require_same_count
 from finefit.run.create import engine_sha256
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from submitit.core.utils import DelayedSubmission
 
 WARNING = signal.SIGUSR2
-"""The signal that submitit asks SLURM for, since NCCL may use SIGUSR1."""
+"""The signal that submitit requests from SLURM, since NCCL may use SIGUSR1."""
 _NOTICE_SECONDS = 300
-"""Between warning and end: enough for a long step and its checkpoint."""
+"""Time between warning and end: enough for a long step and its checkpoint."""
 _MAX_REQUEUES = 1000
-"""A job that saves something each time may be queued again as often as it needs to."""
+"""A job that saves a checkpoint each time may be queued again as often as needed."""
 _OURS = {
     "nodes": "launcher.nodes",
     "ntasks-per-node": "engine.devices",
@@ -47,24 +47,25 @@ _OURS = {
 class Submitted:
     job: str
     log: Path
-    """Of the first rank."""
+    """The log of the first rank."""
     script: Path
 
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """What each task calls: it returns the exit code of a rank that follows, and raises the error of the first."""
+    """The callable of each task: it returns the exit code of ranks other than the first, and raises the error of the
+    first."""
 
     call: Callable[[], int]
     again: Callable[[], int]
-    """When the job has been queued again: the same, but it never starts another run."""
+    """The call for a requeued job, which never starts another run."""
 
     def __call__(self) -> int:
         from submitit.helpers import TorchDistributedEnvironment
 
-        queue_again: Any = signal.getsignal(WARNING)  # submitit's own handler, which has the job started once more
+        queue_again: Any = signal.getsignal(WARNING)  # submitit's own handler, which requeues the job
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
-        has_returned = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0  # also after the failure of a node
+        has_returned = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0  # also after a node failure
         try:
             return (self.again if has_returned else self.call)()
         except Interrupted as stop:
@@ -75,14 +76,15 @@ class RankTask:
             return Interrupted.exit_code
 
     def checkpoint(self) -> "DelayedSubmission":
-        """What submitit starts when the job runs again: the same command, which goes on where it stopped."""
+        """Returns the task that submitit starts when the job runs again: the same command, which resumes where it
+        stopped."""
         from submitit.core.utils import DelayedSubmission
 
         return DelayedSubmission(RankTask(self.again, self.again))
 
 
 def submit(spec: Spec, task: RankTask, *, folder: Path) -> Submitted:
-    """`folder`: on a file system that all nodes see."""
+    """`folder`: on a file system that all nodes share."""
     executor = open_executor(folder)
     executor.update_parameters(**parameters(spec))
     job = executor.submit(task)
@@ -104,12 +106,12 @@ def open_executor(folder: Path, *, cluster: str = "slurm") -> "Executor":
 
 def require_scheduler() -> None:
     if absent := [program for program in ("sbatch", "srun") if shutil.which(program) is None]:
-        remedy = "give the command on a login node of the cluster, or --set 'launcher={kind: local}' to run here"
-        raise RunError(f"launcher.kind is slurm, and there is no {' and no '.join(absent)} on this machine", remedy)
+        remedy = "run the command on a login node of the cluster, or use --set 'launcher={kind: local}' to run here"
+        raise RunError(f"launcher.kind is slurm, but there is no {' and no '.join(absent)} on this machine", remedy)
 
 
 def parameters(spec: Spec) -> dict[str, Any]:
-    """As submitit takes them."""
+    """Returns the parameters in submitit's form."""
     launcher, card = spec.launcher, parse_card(spec.card)
     assert isinstance(launcher, SlurmLauncher)
     require_same_count(card, spec.engine)
@@ -133,11 +135,12 @@ def parameters(spec: Spec) -> dict[str, Any]:
 
 
 def require_inputs(spec: Spec, base: Path) -> None:
-    """Mistakes that show without a card are reported before a job waits for one. `base`: where relative paths start."""
+    """Reports errors that need no GPU to find before a job waits for one. `base`: the folder that relative paths start
+    from."""
     parameters(spec)
     find_sources(spec.data, base)
     engine_sha256(spec.engine, base)
     if isinstance(spec.model, HubModel):
-        model_outline(spec.model, base)  # its weights are fetched where they are needed
+        read_stub(spec.model, base)  # weights are downloaded where they are needed
     else:
         resolve_start(spec.model, spec.tuning, base)

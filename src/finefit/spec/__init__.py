@@ -1,4 +1,4 @@
-"""What a user asks for. Here the base of every part of a spec (frozen, strict, no unknown keys) and shared types."""
+"""The user's spec. This module has the base of every part (frozen, strict, no unknown keys) and shared types."""
 
 import re
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ class Part(BaseModel):
 
 
 LABEL = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
-"""It becomes the name of folders and files, whose suffixes are finefit's own."""
+"""A label names folders and files, whose suffixes are finefit's own."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 _PATTERN = re.compile(r"^(?:([1-9][0-9]{0,8})\s*(steps?|minutes?)|(epoch))$")
 

@@ -1,4 +1,4 @@
-"""The rows: where they come from, how they are read, and which of them are used."""
+"""The rows: their sources, how they are read, and which of them are used."""
 
 from collections.abc import Mapping
 from pathlib import PurePath
@@ -47,14 +47,14 @@ class Source(Part):
     """A file (JSON, JSONL, CSV, TSV, Parquet, Arrow, text; also .gz), a folder, a glob, or `hf://datasets/owner/name[@revision][/files]`;
     relative to the spec file. Among stages also `stage://NAME/file`, a file that a stage makes."""
     fields: Fields = Fields()
-    """Only if the shape of the records is not recognised, or another one is meant."""
+    """Needed only if the shape of the records is not recognised, or another one is meant."""
     weight: float = Field(1.0, gt=0, le=1000)
     """How often a row is seen in an epoch: 2 is twice, 0.25 is a seeded quarter of the rows once."""
     limit: int | None = Field(None, ge=1)
     """A seeded sample of at most this many rows."""
     where: Where = Field(default_factory=dict)
-    """Only records with these values, such as {split: 2} or {kind: [bar, line]}; the others are ignored. A data set
-    that is known to number its splits (OCR-VQA) needs no `where`."""
+    """Selects only records with these values, such as {split: 2} or {kind: [bar, line]}; the others are ignored. A data
+    set that is known to number its splits (OCR-VQA) needs no `where`."""
     images_root: str | None = None
     """The folder or zip that image paths start from, relative to the spec file. By default the folder of the data file,
     then the folders in it, then its zips."""
@@ -64,7 +64,7 @@ class Source(Part):
 
     @property
     def label(self) -> str:
-        """Independent of the folder, and of the commit on the hub."""
+        """Does not depend on the folder, nor on the commit on the hub."""
         return self.name or PurePath(PurePath(self.path).name.partition("@")[0]).stem
 
 
@@ -78,12 +78,12 @@ class HeldOut(Part):
     """A separate source, or a share of the training rows."""
 
     path: str | None = None
-    """As in `train`."""
+    """The path of a source, in the forms of `train`."""
     fields: Fields = Fields()
     where: Where = Field(default_factory=dict)
-    """As in `train`."""
+    """A filter in the form of `train`."""
     images_root: str | None = None
-    """As in `train`."""
+    """The folder or zip of image paths, in the form of `train`."""
     share: float | None = Field(None, gt=0, lt=1)
     """A seeded share of the training rows, taken out before any repetition; equal prompts stay on one side."""
     limit: int | None = Field(None, ge=1)
@@ -105,10 +105,10 @@ class ImageLimits(Part):
     """Sizes of images, within what the model's own processor does."""
 
     max_pixels: int | None = Field(None, ge=1)
-    """Larger images are scaled down to this, with their aspect ratio; None: as the processor does. Fewer pixels are
+    """Larger images are scaled down to this, with their aspect ratio; None: the processor's own limit. Fewer pixels are
     fewer tokens."""
     min_pixels: int | None = Field(None, ge=1)
-    """Smaller images are scaled up, if the processor does that at all; None: as the processor does."""
+    """Smaller images are scaled up, if the processor does that at all; None: the processor's own limit."""
 
     @model_validator(mode="after")
     def _limits_agree(self) -> "ImageLimits":
@@ -144,11 +144,11 @@ class Data(Part):
     template: Literal["chat", "plain"] = "chat"
     """`chat`: the model's own chat template. `plain`: prompt and completion as they are, for base models."""
     task: Form | None = None
-    """How rows become prompt and answer, in training and evaluation alike; None: as they are."""
+    """How rows become prompt and answer, in training and evaluation alike; None: unchanged."""
     template_options: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: true} for rows that hold reasoning."""
     images: ImageLimits = ImageLimits()
-    """For vision-language models. Image tokens count as tokens of their row and are never cut."""
+    """Settings for vision-language models. Image tokens count as tokens of their row and are never cut."""
     packing: Literal["auto", "best_fit", "none"] = "auto"
     """`best_fit`: rows of a step are concatenated without padding, and each attends only to itself; the gradient is the
     same. `auto` does so if the model's attention allows it, on a card not with `deterministic`. `none` groups rows by
@@ -167,7 +167,7 @@ class Data(Part):
         return (self.test,) if isinstance(self.test, Source) else self.test
 
     def sources(self) -> dict[str, tuple[Source, ...]]:
-        """By split; a share of the training rows is not a source."""
+        """Returns the sources by split; a share of the training rows is not a source."""
         held = self.validation
         own = () if held is None or held.path is None else (held.source(held.path),)
         return {"train": self.train, "validation": own, "test": self.test_sources()}

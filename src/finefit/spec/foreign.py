@@ -1,6 +1,6 @@
-"""Keys of other fine-tuning tools: where finefit has the same setting, and which keys show whose config a file is."""
+"""Keys of other fine-tuning tools: finefit's place for the same setting, and the keys that identify a tool's config."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 PLACES: Mapping[str, str] = {
@@ -27,8 +27,8 @@ PLACES: Mapping[str, str] = {
     "use_dora": "tuning.dora",
     "peft_use_dora": "tuning.dora",
     "use_rslora": "tuning.rank_stabilised",
-    "load_in_4bit": "tuning.base_bits",
-    "load_in_8bit": "tuning.base_bits",
+    "load_in_4bit": "tuning.base_bits: 4",
+    "load_in_8bit": "tuning.base_bits: 8",
     "quantization_bit": "tuning.base_bits",
     "num_train_epochs": "schedule.epochs",
     "num_epochs": "schedule.epochs",
@@ -42,7 +42,7 @@ PLACES: Mapping[str, str] = {
     "batch_size": "global_batch",
     "per_device_train_batch_size": "levers.micro_batch",
     "micro_batch_size": "levers.micro_batch",
-    "gradient_accumulation_steps": "global_batch",
+    "gradient_accumulation_steps": "global_batch (rows per step: per-device batch x accumulation x devices)",
     "gradient_checkpointing": "levers.recompute",
     "enable_activation_checkpointing": "levers.recompute",
     "torch_compile": "levers.compile",
@@ -64,8 +64,8 @@ PLACES: Mapping[str, str] = {
     "beta": "objective.beta",
     "dpo_beta": "objective.beta",
     "pref_beta": "objective.beta",
-    "bf16": "precision",
-    "fp16": "precision",
+    "bf16": "precision: bf16",
+    "fp16": "precision: fp16",
     "dtype": "precision",
     "save_steps": "save.every",
     "save_strategy": "save.every",
@@ -75,15 +75,15 @@ PLACES: Mapping[str, str] = {
     "fsdp": "engine",
     "wandb_project": "trackers",
     "report_to": "trackers",
-    "output_dir": "name",
+    "output_dir": "name (runs are written to runs/<name>-<n>)",
 }
-"""Where finefit has the setting of a foreign key."""
+"""finefit's place for the setting of a foreign key, with the value or unit if that differs."""
 
 _TOOLS: Mapping[str, frozenset[str]] = {
     "LLaMA-Factory": frozenset(
         ("model_name_or_path", "finetuning_type", "cutoff_len", "lora_target", "dataset_dir", "stage", "do_train")
     )
-    | frozenset(  # of its second version
+    | frozenset(  # keys of its second version
         ("model_class", "template", "train_dataset", "peft_config", "kernel_config", "dist_config")
     ),
     "axolotl": frozenset(
@@ -94,13 +94,23 @@ _TOOLS: Mapping[str, frozenset[str]] = {
     ),
 }
 _ENOUGH = 2
-"""Keys of a tool that show whose config it is: one alone may be a slip."""
+"""Number of a tool's keys that identify its config: one alone may be a slip."""
 _OWN = ("model", "data", "stages", "base")
 _MAX_SHOWN = 8
 
 
+def place_of(path: Sequence[str | int]) -> str | None:
+    """Returns finefit's place for the setting of an unknown key: at the top of a spec or stage any setting, in a
+    section only the section's own, so that `evaluate.0.epochs` is not referred to the schedule."""
+    place = PLACES.get(str(path[-1]))
+    section = [str(key) for key in path[:-1]]
+    if section[:1] == ["stages"]:
+        section = section[2:]
+    return place if place is not None and (not section or place.startswith(f"{section[0]}.")) else None
+
+
 def tool_of(values: Mapping[str, Any]) -> str | None:
-    """Whose config these values are; None for a spec, with however many foreign keys in it."""
+    """Returns the tool whose config these values are; None for a spec, with any number of foreign keys."""
     if any(str(part.get("_component_", "")) for part in values.values() if isinstance(part, dict)):
         return "torchtune"
     if sum(key in values for key in _OWN) > 1:
@@ -111,7 +121,7 @@ def tool_of(values: Mapping[str, Any]) -> str | None:
 
 
 def remedy(values: Mapping[str, Any]) -> str:
-    """The finefit keys of the settings that the config has."""
-    places = [f"{key} is {PLACES[key]}" for key in values if key in PLACES][:_MAX_SHOWN]
+    """Returns the finefit keys of the settings in the config."""
+    places = [f"{key} -> {PLACES[key]}" for key in values if key in PLACES][:_MAX_SHOWN]
     named = f" ({', '.join(places)})" if places else ""
     return f"write its settings as a spec{named}; `finefit recipes` lists specs to start from"

@@ -42,33 +42,33 @@ class ShapeModel(Part):
 
 
 Tower = Literal["language", "vision", "projector"]
-"""Of a vision-language model."""
+"""The towers of a vision-language model."""
 Layers = Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 class CustomModel(Part):
-    """A model of your own, built by a Python file. Naming the file here is the consent to run it; its digest is shown
-    and recorded."""
+    """A model of your own, built by a Python file. By naming the file here you consent to running it; its digest is
+    shown and recorded."""
 
     kind: Literal["custom"]
     file: str
-    """Python, relative to the spec file."""
+    """A Python file, relative to the spec file."""
     entry: str = "build"
     """The function that builds the model from `config`."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the function as it is."""
+    """Passed to the function unchanged."""
     tokenizer: Annotated[HubModel | FolderModel | EmbeddedModel, Field(discriminator="kind")]
     """The model whose tokenizer and chat template are used."""
     weights: str | None = None
-    """A safetensors file or a folder of them to start from, relative to the spec file; None: as the function
-    initialises them, by the seed."""
+    """A safetensors file or a folder of them to start from, relative to the spec file; None: the function's own
+    initialisation, seeded by the spec."""
 
 
 Model = Annotated[HubModel | FolderModel | EmbeddedModel | ShapeModel | CustomModel, Field(discriminator="kind")]
 
 
 class Lora(Part):
-    """Low-rank adapters are trained, and the weights of the model stay as they are."""
+    """Low-rank adapters are trained, and the weights of the model stay unchanged."""
 
     kind: Literal["lora"]
     rank: int = Field(16, ge=1)

@@ -1,8 +1,8 @@
 """A pipeline: stages that depend on data or on the output of other stages. Whatever is bound to fail is refused, with
 the name of the stage, when the spec is read.
 
-`model: {kind: stage, name: sft}` is the model that a stage makes, and `stage://NAME/file` names a file of its output in
-the place of a path."""
+`model: {kind: stage, name: sft}` is the model that a stage makes, and `stage://NAME/file` is a path to a file of its
+output."""
 
 import json
 import re
@@ -21,10 +21,10 @@ from finefit.spec.schema import Common, Spec, Training
 from finefit.spec.tasks import CustomTask, LmEval
 
 EVERY = "all"
-"""Means all stages in the options that name stages."""
+"""The name that means all stages in options that take stage names."""
 _MAKERS = {
     "model": ("train", "merge_adapter", "build_moe"),
-    "file": ("make_pairs", "python", "train", "merge_adapter", "build_moe"),
+    "file": ("make_pairs", "python", "train", "merge_adapter", "build_moe", "export"),
     "scores": ("train", "evaluate"),
 }
 _WORDS = {"model": "the model", "file": "a file", "scores": "the scores"}
@@ -33,7 +33,7 @@ _MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 Stages = dict[str, Any]
 Problems = Iterator[str]
-"""Each continues a sentence that starts with the name of the stage: `wants a file ...; name another`."""
+"""Each problem continues a sentence that starts with the name of the stage: `needs a file ...; name another`."""
 
 
 class Pipeline(Common):
@@ -41,7 +41,7 @@ class Pipeline(Common):
     """Keys of a spec that every stage of kind train has unless it sets them itself."""
     stages: dict[kinds.StageName, kinds.AnyStage] = Field(min_length=1)
     _flat: dict[str, Any] | None = PrivateAttr(None)
-    """Of a flat spec: the keys that it gives beside those of its stage."""
+    """For a flat spec: the keys that it has in addition to those of its stage."""
 
     @model_validator(mode="after")
     def _can_run(self) -> "Pipeline":
@@ -57,11 +57,11 @@ class Pipeline(Common):
             for name, stage in self.stages.items():
                 for problem in find_problems(stage, self.stages):
                     raise ValueError(f"stage {name} {problem}")
-            self.order()  # refuses circles: they need stages that exist, and models cannot be followed through them
+            self.order()  # refuses cycles last: they need existing stages, and models cannot be followed through them
         return self
 
     def order(self) -> tuple[str, ...]:
-        """Every stage after those that it depends on, otherwise as written."""
+        """Returns every stage after those that it depends on, otherwise in the written order."""
         done: dict[str, None] = {}
 
         def visit(name: str, above: tuple[str, ...]) -> None:
@@ -80,7 +80,7 @@ class Pipeline(Common):
 
     @classmethod
     def of(cls, spec: "Spec | Pipeline") -> "Pipeline":
-        """A flat spec is a pipeline with one stage, which is named after its objective."""
+        """A flat spec becomes a pipeline with one stage, which is named after its objective."""
         if isinstance(spec, Pipeline):
             return spec
         given = spec.model_fields_set
@@ -100,19 +100,19 @@ class Pipeline(Common):
 
     @property
     def is_flat(self) -> bool:
-        """Whether the user wrote a spec without `stages`; its keys have no `stages.NAME.` in front."""
+        """Whether the user wrote a spec without `stages`; its keys have no prefix `stages.NAME.`."""
         return self._flat is not None
 
     @property
     def flat_spec(self) -> Spec:
-        """The spec that `of` was called with, and what has changed since."""
+        """The spec with which `of` was called, with later changes."""
         ((name, stage),) = self.stages.items()
         assert isinstance(stage, kinds.TrainStage)
         assert not isinstance(stage.model, kinds.StageModel)
         return self.spec_of(name, model=stage.model, tuning=stage.tuning)
 
     def spec_of(self, name: str, *, model: Model, tuning: Tuning) -> Spec:
-        """A training as a spec of its own. `model` and `tuning` replace references to other stages."""
+        """Returns a training as a spec of its own. `model` and `tuning` replace references to other stages."""
         stage = self.stages[name]
         assert isinstance(stage, kinds.TrainStage)
         common = {key: getattr(self, key) for key in Common.model_fields}
@@ -125,12 +125,12 @@ class Pipeline(Common):
 
 
 def needs(stage: BaseModel) -> tuple[str, ...]:
-    """The stages that one depends on, in the order of its keys."""
+    """Returns the stages that a stage depends on, in the order of its keys."""
     return tuple(dict.fromkeys(name for name, _, _ in _wanted(stage)))
 
 
 def _wanted(stage: BaseModel) -> Iterator[tuple[str, Literal["model", "file", "scores"], str]]:
-    """Names of other stages, what is wanted of them, and which file, model or checkpoint."""
+    """Yields names of other stages, what is needed from them, and which file, model or checkpoint."""
     if isinstance(stage, kinds.CompareStage):
         yield from ((source, "scores", which) for source, _, which in (part.partition(":") for part in stage.of))
     for _, value, holder in kinds.leaves(stage):
@@ -154,7 +154,7 @@ def _input_problems(stage: BaseModel, stages: Stages) -> Problems:
         if isinstance(stage, kinds.EvaluateStage) and what == "model":
             makers = (*makers, "gate")
         if kind not in makers:
-            problem = f"wants {_WORDS[what]} of stage {needed}, and {kind} makes none"
+            problem = f"needs {_WORDS[what]} of stage {needed}, but a {kind} stage makes none"
             yield f"{problem}; name a stage of kind {', '.join(makers)}"
         if what == "file":
             yield from _file_problems(needed, stages[needed], which)
@@ -167,7 +167,7 @@ def _input_problems(stage: BaseModel, stages: Stages) -> Problems:
 def _file_problems(needed: str, stage: BaseModel, path: str) -> Problems:
     asked, more = PurePosixPath(path).parts, ""
     if path.startswith("/") or ".." in asked:
-        yield f"wants {kinds.STAGE}{needed}/{path}, which leads out of that stage's folder; name a file below it"
+        yield f"needs {kinds.STAGE}{needed}/{path}, which is outside of that stage's folder; name a file below it"
     match stage:
         case kinds.PythonStage():
             made, more = stage.outputs, "; declare it in its outputs"
@@ -176,30 +176,30 @@ def _file_problems(needed: str, stage: BaseModel, path: str) -> Problems:
             made = (*(f"{split}.jsonl" for split in splits), "report.json")
         case _:  # the spec alone does not say
             return
-    for one in made:  # equal to it, or one is a folder that holds the other; what is asked for may be a pattern
+    for one in made:  # equal to it, or one is a folder that contains the other; the request may be a pattern
         pairs = zip(asked, PurePosixPath(one).parts, strict=False)
         if "**" in asked or all(wanted == there or fnmatchcase(there, wanted) for wanted, there in pairs):
             return
-    yield f"wants {path} of stage {needed}, which will not be there: it makes {', '.join(made)}{more}"
+    yield f"needs {path} of stage {needed}, which that stage does not produce; it produces {', '.join(made)}{more}"
 
 
 def _score_problems(needed: str, stage: BaseModel, which: str) -> Problems:
     match stage:
         case kinds.EvaluateStage(models=models) if which and which not in models:
-            yield f"wants {needed}:{which}, and {which} is not a model of stage {needed}; it has {', '.join(models)}"
+            yield f"needs {needed}:{which}, but {which} is not a model of stage {needed}; it has {', '.join(models)}"
         case kinds.TrainStage(evaluate=()):
-            problem = f"wants the scores of stage {needed}, which has no evaluation"
+            problem = f"needs the scores of stage {needed}, which has no evaluation"
             yield f"{problem}; give it `evaluate`, or name a stage of kind evaluate that has its model"
         case kinds.TrainStage(evaluate=tasks) if which == "base" and not any(task.base for task in tasks):
-            problem = f"wants {needed}:base, and no task of stage {needed} scores the starting model"
+            problem = f"needs {needed}:base, but no task of stage {needed} scores the starting model"
             yield f"{problem}; set base: true in one"
         case kinds.TrainStage() if which and not _CHECKPOINT.fullmatch(which):
-            problem = f"wants {needed}:{which}, which is not a checkpoint"
+            problem = f"needs {needed}:{which}, which is not a checkpoint"
             yield f"{problem}; write {needed}:base, :best, :final or :checkpoint-40"
 
 
 def _side_problems(stage: kinds.CompareStage, stages: Stages) -> Problems:
-    """At least two sides with a common task; a training alone is compared with its starting model."""
+    """Requires at least two sides with a common task; a training alone is compared with its starting model."""
     sides = dict(side for part in stage.of for side in _sides(part, stages))
     source, _, _ = stage.of[0].partition(":")
     if len(set(stage.of)) == 1 and isinstance(stages[source], kinds.TrainStage):
@@ -214,7 +214,7 @@ def _side_problems(stage: kinds.CompareStage, stages: Stages) -> Problems:
 
 
 def _sides(part: str, stages: Stages) -> Iterator[tuple[str, list[str]]]:
-    """The names that a comparison would use, and the tasks that each is scored on."""
+    """Yields the names that a comparison would use, and the tasks on which each is scored."""
     source, _, which = part.partition(":")
     match stages[source]:
         case kinds.EvaluateStage(models=models, evaluate=tasks):
@@ -226,23 +226,27 @@ def _sides(part: str, stages: Stages) -> Iterator[tuple[str, list[str]]]:
 
 
 def _model_problems(stage: BaseModel, stages: Stages) -> Problems:
-    if isinstance(stage, kinds.MergeAdapter | kinds.BuildMoe | kinds.Gate | kinds.MakePairs):
+    if isinstance(stage, kinds.MergeAdapter | kinds.Export | kinds.BuildMoe | kinds.Gate | kinds.MakePairs):
         # a custom model is trained and evaluated; stages that take models apart or sample from them need transformers
         for key, asked in kinds.models_of(stage):
             if _is_custom(asked, stages):
                 of = f"the model of stage {asked.name}" if isinstance(asked, kinds.StageModel) else f"its {key}"
-                yield f"takes models of transformers, and {of} is one of your own (kind: custom)"
+                yield f"needs models of transformers, but {of} is one of your own (kind: custom)"
     match stage:
         case kinds.TrainStage(model=kinds.StageModel(name=before)):
             yield from _continued_adapter_problems(stage, before, stages[before])
         case kinds.BuildMoe():
             yield from _expert_problems(stage, stages)
         case kinds.MergeAdapter(adapter=None) if not _trains_adapter(stage.model, stages):
-            problem = "merges an adapter, and its model has none"
+            problem = "merges an adapter, but its model has none"
             yield f"{problem}; name a stage that trains one, or a folder with adapter:"
         case kinds.MergeAdapter(adapter=str()) if _trains_adapter(stage.model, stages):
-            problem = f"merges {stage.adapter}, and its model has an adapter already"
+            problem = f"merges {stage.adapter}, but its model already has an adapter"
             yield f"{problem}; leave adapter out, or name the base as model"
+        case kinds.Export() if not _trains_adapter(stage.model, stages) and isinstance(stage.model, kinds.StageModel):
+            needing = [form for form in stage.to if form in ("adapter", "gguf-lora")]
+            if needing:
+                yield f"exports {', '.join(needing)}, and its model has no adapter; name a stage that trains one"
         case kinds.EvaluateStage():
             yield from _gate_problems(stage, stages)
 
@@ -259,26 +263,27 @@ def _trains_adapter(asked: kinds.Input, stages: Stages) -> bool:
 
 
 def _gate_problems(stage: kinds.EvaluateStage, stages: Stages) -> Problems:
-    """A gate answers by the experts that it was trained for, which must be the models of those names here."""
+    """A gate answers with the experts that it was trained for, which must be the models of those names here."""
     for model, asked in stage.models.items():
         if not isinstance(asked, kinds.StageModel) or not isinstance(gate := stages[asked.name], kinds.Gate):
             continue
         if odd := [expert for expert, wanted in gate.experts.items() if stage.models.get(expert) != wanted]:
-            problem = f"has models.{model}, which chooses among {', '.join(gate.experts)} and answers nothing itself"
-            remedy = f"name each under models as in stage {asked.name}"
-            yield f"{problem}; {', '.join(odd)} is missing among the models here, or is another one; {remedy}"
+            among = ", ".join(gate.experts)
+            problem = f"has models.{model}, which chooses among {among} and generates no answers itself"
+            remedy = f"add each to models, as in stage {asked.name}"
+            yield f"{problem}; {', '.join(odd)} is missing among the models here, or is a different model; {remedy}"
         if own := [one.label for one in stage.evaluate if isinstance(one.task, LmEval)]:
             problem = f"evaluates {', '.join(own)}, which brings items whose prompts models.{model} cannot see"
             yield f"{problem}; evaluate the gate in another stage"
         for key in ("task", "template", "template_options"):
             here, there = getattr(stage.data, key), getattr(gate, key)
-            if isinstance(here, dict) and isinstance(there, dict):  # an option may be written out with its default
+            if isinstance(here, dict) and isinstance(there, dict):  # an option may be written with its default
                 is_alike = {**TEMPLATE_OPTIONS, **here} == {**TEMPLATE_OPTIONS, **there}
             else:  # two files may have equal content
                 is_alike = here == there or (isinstance(here, CustomTask) and isinstance(there, CustomTask))
             if not is_alike:
                 learns = f"the gate models.{model} learns in stage {asked.name} from rows with {key} {_shown(there)}"
-                yield f"builds its rows with data.{key} {_shown(here)}, and {learns}; make them equal"
+                yield f"builds its rows with data.{key} {_shown(here)}, but {learns}; make them equal"
 
 
 def _shown(value: object) -> str:
@@ -286,12 +291,12 @@ def _shown(value: object) -> str:
 
 
 def _expert_problems(stage: kinds.BuildMoe, stages: Stages) -> Problems:
-    """Known before an expert is trained, not after."""
+    """These problems are known before an expert is trained."""
     layers = f"[{', '.join(_MLP_LAYERS)}]"
     for asked in (stage.base, *stage.experts.values()):
         if isinstance(asked, kinds.StageModel) and _trains_adapter(asked, stages):
-            problem = f"is built of whole models, and stage {asked.name} trains an adapter"
-            remedy = "put a stage of kind merge_adapter between, and let the adapter have targets in the MLPs alone"
+            problem = f"is built from whole models, but stage {asked.name} trains an adapter"
+            remedy = "put a stage of kind merge_adapter between, and restrict the adapter's targets to the MLPs"
             yield f"{problem}; {remedy}: {layers}"
     forced = stage.router.expert if isinstance(stage.router, kinds.ForcedRouter) else None  # others are left out
     for expert in stage.experts if forced is None else (forced,):
@@ -299,19 +304,20 @@ def _expert_problems(stage: kinds.BuildMoe, stages: Stages) -> Problems:
             if elsewhere := _outside_mlps(stages[trained].tuning):
                 by = f"stage {trained}, by which expert {expert} and the base differ, trains {elsewhere}"
                 remedy = "give it tuning: {kind: subset, trainable: [layers.*.mlp]}, or an adapter with targets: "
-                more = f"{layers} and a stage of kind merge_adapter behind it"
-                yield f"is built of models that differ in their MLPs alone, and {by}; {remedy}{more}"
+                more = f"{layers} followed by a stage of kind merge_adapter"
+                yield f"is built from models that differ only in their MLPs, but {by}; {remedy}{more}"
     if not isinstance(stage.router, kinds.CentroidRouter) or stage.router.task is not None:
         return
-    for expert, asked in stage.experts.items():  # rows in a form that no expert has seen would tell the router nothing
+    for expert, asked in stage.experts.items():  # the router learns nothing from rows in a form that no expert has seen
         for trained in _trained_apart(stage.base, asked, stages):
             if (form := stages[trained].data.task) is not None:
                 by = f"stage {trained}, where expert {expert} learns, builds its rows with data.task {_shown(form)}"
-                yield f"starts its router from rows as they are, and {by}; give the router that as task"
+                yield f"starts its router from unchanged rows, but {by}; give the router this task"
 
 
 def _trained_apart(base: kinds.Input, expert: kinds.Input, stages: Stages) -> list[str]:
-    """The trainings that only one of the two has been through. Nothing is known of models with different origins."""
+    """Returns the trainings that only one of the two has been through. Nothing is known of models with different
+    origins."""
     (ours, first), (theirs, other) = _history(expert, stages), _history(base, stages)
     if first != other:
         return []
@@ -320,7 +326,8 @@ def _trained_apart(base: kinds.Input, expert: kinds.Input, stages: Stages) -> li
 
 
 def _history(asked: kinds.Input, stages: Stages) -> tuple[list[str], kinds.Input]:
-    """A model's stages, the last one first, and its origin. A mixture or average has all but its MLPs from its base."""
+    """Returns a model's stages, the last one first, and its origin. A mixture or average has everything but its MLPs
+    from its base."""
     passed = []
     while isinstance(asked, kinds.StageModel):
         passed.append(asked.name)
@@ -330,7 +337,7 @@ def _history(asked: kinds.Input, stages: Stages) -> tuple[list[str], kinds.Input
 
 
 def _outside_mlps(tuning: Tuning) -> str:
-    """The part that certainly changes other weights, in every family that a mixture is built of."""
+    """Returns the part that certainly changes other weights, in every family from which a mixture can be built."""
     match tuning:
         case Full():
             return "all weights (tuning.kind: full)"
@@ -345,7 +352,7 @@ def _outside_mlps(tuning: Tuning) -> str:
 
 
 def _continued_adapter_problems(stage: kinds.TrainStage, before: str, other: BaseModel) -> Problems:
-    """An adapter is trained on as it is; anything else needs it merged into its base first."""
+    """An adapter is continued as it is; for anything else it must be merged into its base first."""
     if not isinstance(other, kinds.TrainStage) or not isinstance(other.tuning, Lora):
         return
     if not isinstance(stage.tuning, Lora):
@@ -355,7 +362,7 @@ def _continued_adapter_problems(stage: kinds.TrainStage, before: str, other: Bas
     continues = f"continues the adapter of stage {before}"
     if stage.tuning.adapter is not None:
         remedy = "leave it out (null removes a default), or name the base as model"
-        yield f"{continues}, and tuning.adapter names another, {stage.tuning.adapter}; {remedy}"
+        yield f"{continues}, but tuning.adapter names another, {stage.tuning.adapter}; {remedy}"
     for key in ("rank", "alpha", "targets", "base_bits", "rank_stabilised", "dora"):
         here, there = getattr(stage.tuning, key), getattr(other.tuning, key)
         if here != there:

@@ -1,7 +1,7 @@
-"""YAML 1.2 text -> plain values, with the line of every key and all problems of the YAML itself; and pydantic's errors
-in the user's words.
+"""Reads YAML 1.2 text to plain values, with the line of every key and all problems of the YAML itself, and words
+pydantic's errors for the user.
 
-ruamel's events are read directly: they carry the line of every key, and scalars follow the plain rules of YAML 1.2
+It reads ruamel's events directly: they carry the line of every key, and scalars follow the plain rules of YAML 1.2
 (`1_000` and `no` are text)."""
 
 import difflib
@@ -43,7 +43,7 @@ class SpecProblem:
 
 
 class Reader:
-    """One YAML text to plain values, with the place of every key and the problems of the YAML itself."""
+    """Reads one YAML text to plain values, with the place of every key and the problems of the YAML itself."""
 
     def __init__(self, text: str, place: Callable[[int], Place]) -> None:
         self.place, self._text = place, text
@@ -66,10 +66,10 @@ class Reader:
         except MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             is_tab = self._text[mark.index : mark.index + 1] == "\t"
-            remedy = "use blanks" if is_tab else error.note or "check indentation, brackets and quotes"
-            problem = "a tab stands here" if is_tab else error.problem
+            remedy = "use spaces" if is_tab else error.note or "check indentation, brackets and quotes"
+            problem = "there is a tab here" if is_tab else error.problem
             self.tell(mark.line + 1, f"column {mark.column + 1}: {problem}", remedy)
-        # ruamel on a NUL, `%YAML 1.3`, "\UFFFFFFFF"
+        # ruamel raises these on a NUL, `%YAML 1.3` and "\UFFFFFFFF"
         except (YAMLError, AssertionError, ArithmeticError, ValueError) as error:
             line = self._text.count("\n", 0, getattr(error, "position", 0)) + 1
             problem = f"this is not YAML 1.2 ({str(error).partition(chr(10))[0]})"
@@ -103,20 +103,20 @@ class Reader:
 
 
 def _refused(event: Any, problem: str, remedy: str | None = None) -> MarkedYAMLError:
-    """Reported like ruamel's own errors, with line and column."""
+    """Returns an error that is reported like ruamel's own, with line and column."""
     return MarkedYAMLError(problem=problem, problem_mark=event.start_mark, note=remedy)
 
 
 def _checked_text(event: Any) -> str:
     if not isinstance(event, events.ScalarEvent):
-        raise _refused(event, "a key is a word")
+        raise _refused(event, "a key must be plain text")
     if any("\ud800" <= char <= "\udfff" for char in event.value):
-        raise _refused(event, "half a surrogate pair is not text")
+        raise _refused(event, "an unpaired surrogate is not valid text")
     return str(event.value)
 
 
 def scalar(text: str) -> str | int | float | None:
-    """An unquoted scalar by the core schema of YAML 1.2."""
+    """Reads an unquoted scalar by the core schema of YAML 1.2."""
     if text.lower() in _WORDS and text in {text.lower(), text.upper(), text.capitalize()}:
         return _WORDS[text.lower()]
     if _INT.fullmatch(text):
@@ -131,29 +131,30 @@ _WANTED = {**_TYPES, int: "a whole number", bool: "`true` or `false`", tuple: "a
 _BOUNDS = {"greater_than": "more than", "less_than": "less than"}
 _BOUNDS |= {"greater_than_equal": "at least", "less_than_equal": "at most"}
 _KEY = "[key]"
-"""What pydantic adds to the name of an entry if the name itself is wrong."""
+"""pydantic adds this to the name of an entry if the name itself is wrong."""
 _GIVES_WAY = {"literal_error", "too_short"}
-"""A union reports an error for every member, and a list of bad items its length too."""
+"""Error types that others replace: a union reports an error for every member, and a list of bad items also its
+length."""
 
 
 def schema_problems(
     errors: Iterable[ErrorDetails], places: Mapping[KeyPath, Place], root: type[BaseModel]
 ) -> Iterable[SpecProblem]:
-    """One problem for each key of `root`, so a union none of whose members fits is reported once."""
+    """Returns one problem for each key of `root`, so a union with no matching member is reported once."""
     found: dict[KeyPath, SpecProblem] = {}
     for error in sorted(errors, key=lambda error: error["type"] in _GIVES_WAY):
         if error["type"] == "default_factory_not_called":  # the key that the default depends on is reported
             continue
         path, problem, remedy = _worded(error, root)
-        is_told = path in found or (error["type"] in _GIVES_WAY and any(known[: len(path)] == path for known in found))
-        if not is_told:
+        is_subsumed = error["type"] in _GIVES_WAY and any(known[: len(path)] == path for known in found)
+        if path not in found and not is_subsumed:
             known = next(path[:depth] for depth in range(len(path), -1, -1) if path[:depth] in places)
             found[path] = SpecProblem(place=places[known], path=path, problem=problem, remedy=remedy)
     return found.values()
 
 
 def _worded(error: ErrorDetails, root: type[BaseModel]) -> tuple[KeyPath, str, str]:
-    """The key, what is wrong, what is accepted."""
+    """Returns the key, what is wrong, and what is accepted."""
     path, declared = _declared(error["loc"], root)
     value, context = error["input"], error.get("ctx", {})
     said, wanted = shown(value), _wanted(declared)
@@ -162,11 +163,13 @@ def _worded(error: ErrorDetails, root: type[BaseModel]) -> tuple[KeyPath, str, s
             return path, "missing", f"give {wanted}"
         case "extra_forbidden":
             keys = list(fields_of(_declared(error["loc"][:-1], root, chosen=True)[1]))
-            if str(path[-1]).isdigit():  # `{max_tokens: 262,144}` is two entries to YAML
+            if str(path[-1]).isdigit():  # YAML reads `{max_tokens: 262,144}` as two entries
                 return path, "there is no such key", "was a number cut by its comma? write it without, as in 262144"
-            if (place := foreign.PLACES.get(str(path[-1]))) is not None:
-                return path, "there is no such key", f"finefit calls it `{place}`"
-            return path, "there is no such key", nearest(str(path[-1]), keys) or f"the keys here are {listed(keys)}"
+            if near := nearest(str(path[-1]), keys if path[1:] else [*keys, "stages", "base"]):
+                return path, "there is no such key", near
+            if (place := foreign.place_of(path)) is not None:
+                return path, "there is no such key", f"finefit has this setting as `{place}`"
+            return path, "there is no such key", f"the keys here are {listed(keys)}"
         case "union_tag_not_found":
             return (*path, "kind"), "missing", f"give {listed(_choices(declared))}"
         case "union_tag_invalid":
@@ -180,9 +183,13 @@ def _worded(error: ErrorDetails, root: type[BaseModel]) -> tuple[KeyPath, str, s
             is_short = "min_length" in context
             needed = f"at least {context['min_length']}" if is_short else f"at most {context['max_length']}"
             return path, f"{said} has {len(value)} items", f"give {needed}"
-        case "string_pattern_mismatch":  # names are the only ones
+        case "string_pattern_mismatch":  # only names have patterns
             marks = "`.`, `_` and `-`" if "." in context["pattern"] else "`_` and `-`"
-            return path, f"{said} is not a name", f"use letters, digits, {marks}, 64 at most, a letter or digit first"
+            return (
+                path,
+                f"{said} is not a name",
+                f"use letters, digits, {marks}, at most 64 characters, starting with a letter or digit",
+            )
         case "value_error":
             problem, _, remedy = str(context["error"]).partition("; ")
             return path, problem, remedy
@@ -199,7 +206,7 @@ def _worded(error: ErrorDetails, root: type[BaseModel]) -> tuple[KeyPath, str, s
 
 
 def _mended(value: Any, kind: str) -> str:
-    """`262,144` was meant as a number, `name: 3` as text."""
+    """Suggests a correction: `262,144` was meant as a number, `name: 3` as text."""
     if kind == "string_type" and type(value) in {int, float}:
         return f': write "{value}"'
     if kind not in {"int_type", "float_type"}:
@@ -213,7 +220,8 @@ def _mended(value: Any, kind: str) -> str:
 
 
 def _in_full(value: Any, annotation: Any) -> str | None:
-    """`train: chat.jsonl` was meant as a list of a source with this path, `model: owner/name` as a model of the hub."""
+    """Suggests the full form: `train: chat.jsonl` was meant as a list of sources with this path, `model: owner/name` as
+    a model of the hub."""
     for member in (_members(annotation) or [annotation]) if isinstance(value, str) else ():
         fields = fields_of(_bare(member))
         if "kind" in fields and "id" in fields:
@@ -229,7 +237,8 @@ def _in_full(value: Any, annotation: Any) -> str | None:
 
 
 def _declared(loc: Sequence[str | int], root: type[BaseModel], *, chosen: bool = False) -> tuple[KeyPath, Any]:
-    """The key path of pydantic's `loc`, which names members of unions too, and the type (or `chosen` member) there."""
+    """Returns the key path of pydantic's `loc`, which also names members of unions, and the type (or `chosen` member)
+    there."""
     path: KeyPath = ()
     declared: Any = root
     at: Any = root
@@ -247,14 +256,14 @@ def _declared(loc: Sequence[str | int], root: type[BaseModel], *, chosen: bool =
             above, path, arguments = at, (*path, part), get_args(at)
             if fields_of(at):
                 declared = fields_of(at).get(str(part))
-            else:  # what a list holds, or a mapping under any name
+            else:  # the items of a list, or a mapping under any name
                 declared = arguments[-1 if get_origin(at) is dict else 0] if arguments else None
             at = _bare(declared)
     return path, at if chosen else declared
 
 
 def _bare(annotation: Any) -> Any:
-    """Without `Annotated` and without `| None`."""
+    """Removes `Annotated` and `| None`."""
     if get_origin(annotation) is Annotated:
         return _bare(get_args(annotation)[0])
     members = _members(annotation)
@@ -267,7 +276,7 @@ def _members(annotation: Any) -> list[Any]:
 
 
 def classes_of(annotation: Any) -> list[type[BaseModel]]:
-    """The classes of a mapping; empty for a list of mappings."""
+    """Returns the classes of a mapping; empty for a list of mappings."""
     bare = _bare(annotation)
     if members := _members(bare):
         return [found for member in members for found in classes_of(member)]
@@ -275,14 +284,14 @@ def classes_of(annotation: Any) -> list[type[BaseModel]]:
 
 
 def fields_of(annotation: Any) -> dict[str, Any]:
-    """Declared types by the key that users write."""
+    """Returns declared types by the key that users write."""
     if not isinstance(annotation, type) or not issubclass(annotation, BaseModel):
         return {}
     return {field.alias or name: field.annotation for name, field in annotation.model_fields.items()}
 
 
 def _choices(annotation: Any) -> list[str]:
-    """The words of a literal, the kinds of a model, all of those in a union."""
+    """Returns the words of a literal, the kinds of a model, or all of those in a union."""
     annotation = annotation if get_origin(annotation) is Literal else _bare(annotation)
     if members := _members(annotation):
         return [choice for member in members for choice in _choices(member)]

@@ -43,7 +43,7 @@ class Router(Part):
 
 Objective = Annotated[Sft | Dpo | Router, Field(discriminator="kind")]
 _LR_LIMIT = 0.1
-"""No training with AdamW that is known to work comes near it."""
+"""No AdamW training is known to work near this learning rate."""
 
 
 class AdamW(Part):
@@ -51,7 +51,8 @@ class AdamW(Part):
     """`adamw_8bit` (needs bitsandbytes and a CUDA device) stores both moments in 8 bits: lossy, 2 bytes per trained
     parameter instead of 8. `paged_`: the moments move to host memory when the card is full."""
     lr: float = Field(gt=0)
-    """The peak of the schedule, below 0.1; never scaled by batch or number of cards."""
+    """The peak of the schedule, below 0.1; never scaled by batch or number of cards. By default 2e-4 for LoRA, 1e-5 for
+    any other tuning."""
     weight_decay: float = Field(0.0, ge=0)
     """Applied to matrices, not to biases and norms."""
     betas: tuple[Share, Share] = (0.9, 0.999)
@@ -63,21 +64,25 @@ class AdamW(Part):
     @classmethod
     def _can_converge(cls, lr: float) -> float:
         if lr >= _LR_LIMIT:
-            problem = f"{lr:g} is far above what AdamW can train with, so it looks like a typing mistake"
-            remedy = f"give less than {_LR_LIMIT:g}: 2e-4 is usual for LoRA, 1e-5 for whole weights"
+            problem = f"{lr:g} is far above what AdamW can train with, so it is probably a typo"
+            remedy = f"give less than {_LR_LIMIT:g}: 2e-4 is usual for LoRA, 1e-5 for full fine-tuning"
             raise ValueError(f"{problem}; {remedy}")
         return lr
 
 
+def usual_lr(tuning_kind: str) -> float:
+    """Adapters start at zero and take larger steps than full weights."""
+    return 2e-4 if tuning_kind == "lora" else 1e-5
+
+
 def default_optimizer(tuning: Lora | Full | Subset) -> AdamW:
-    """AdamW with a usual learning rate: adapters start at zero and take larger steps than whole weights."""
-    return AdamW(lr=2e-4 if isinstance(tuning, Lora) else 1e-5)
+    return AdamW(lr=usual_lr(tuning.kind))
 
 
 class Schedule(Part):
     kind: Literal["cosine", "linear", "constant"] = "cosine"
     epochs: int | float | None = Field(None, gt=0)
-    """Passes over the training rows; 0.5 is the first half of the steps of one."""
+    """Passes over the training rows; 0.5 is the first half of the steps of an epoch."""
     steps: int | None = Field(None, ge=1)
     warmup: Share | Annotated[int, Field(ge=1)] = 0.03
     """The learning rate rises from 0 over a share of all steps (below 1), or over a whole number of steps."""
@@ -90,7 +95,7 @@ class Schedule(Part):
         return self
 
     def num_steps(self, per_epoch: int) -> int:
-        """At least one, however small a part of an epoch is asked for."""
+        """Returns at least one step, however small the requested part of an epoch is."""
         return self.steps or max(1, round((self.epochs or 1) * per_epoch))
 
 
@@ -114,7 +119,7 @@ class NanSkip(Part):
 class NanRollBack(Part):
     kind: Literal["roll_back"]
     at_most: int = Field(3, ge=1)
-    """Returns to the last checkpoint over the whole run before it stops."""
+    """How often a run may return to its last checkpoint before it stops."""
 
 
 OnNan = Annotated[NanStop | NanSkip | NanRollBack, Field(discriminator="kind")]
@@ -185,7 +190,7 @@ class AutoEngine(Part):
 
     kind: Literal["auto"]
     devices: int | None = Field(None, ge=1)
-    """None: one, or as many as `card` names."""
+    """By default one, or as many as `card` names."""
 
 
 Engine = Annotated[AutoEngine | Single | Ddp | Fsdp2 | DeepSpeed, Field(discriminator="kind")]
@@ -245,7 +250,9 @@ class Evaluation(Part):
     def _has_a_name(self) -> "Evaluation":
         if not re.fullmatch(LABEL, self.label):
             problem = f"a task is named after its file, and {self.label!r} is not a name"
-            remedy = "give name: with letters, digits, `_` and `-`, 64 at most, a letter or digit first"
+            remedy = (
+                "give name: with letters, digits, `_` and `-`, at most 64 characters, starting with a letter or digit"
+            )
             raise ValueError(f"{problem}; {remedy}")
         return self
 
@@ -256,7 +263,7 @@ class Validation(Part):
 
 
 class Common(Part):
-    """Keys that are given once, for one stage or many."""
+    """Keys that apply to one stage or to all."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """Names the run directory: runs/<name>-<n>. By default the name of the spec file."""
@@ -315,7 +322,7 @@ class Training(Part):
 
 
 class _Started(Common):
-    """The keys of a spec between those of all stages and those of a training."""
+    """The keys of a spec that neither all stages nor all trainings have."""
 
     model: Model
     launcher: Launcher = LocalLauncher(kind="local")
@@ -323,4 +330,4 @@ class _Started(Common):
 
 
 class Spec(Training, _Started):
-    """One training. Several stages are a `Pipeline`."""
+    """One training. A spec with several stages is a `Pipeline`."""

@@ -1,14 +1,15 @@
-"""The kinds of stages and their settings, and the paths and models that a spec names."""
+"""The kinds of stages with their settings, and the paths and models that a spec names."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from finefit.spec import Part, require_labels
 from finefit.spec.data import Fields, HeldOut, ImageLimits, Source
+from finefit.spec.exports import parse_formats
 from finefit.spec.models import CustomModel, EmbeddedModel, FolderModel, HubModel, Lora, ShapeModel
 from finefit.spec.schema import DeepSpeed, Evaluation, Training
 from finefit.spec.tasks import CustomTask, Form, LmEval, Task, TruthfulQa
@@ -17,7 +18,7 @@ STAGE = "stage://"
 STAGE_PATH = re.compile(rf"{STAGE}([^/]+)(?:/(.*))?", re.DOTALL)
 NAMED_INPUT = re.compile(r"\{([A-Za-z0-9_-]+)\}")
 OUTPUT = "output"
-"""The name of a script's own folder among its arguments."""
+"""The name of a script's own folder in its arguments."""
 StageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 
 
@@ -27,7 +28,7 @@ class StageModel(Part):
 
     kind: Literal["stage"]
     name: StageName
-    """Of the stage."""
+    """Name of the stage."""
 
 
 Input = Annotated[
@@ -47,20 +48,20 @@ class Questions(Part):
 
     test: Source
     template: Literal["chat", "plain"] = "chat"
-    """As in `data`: `plain` for a base model, which has no chat template."""
+    """Same as in `data`: `plain` for a base model, which has no chat template."""
     template_options: dict[str, Any] = Field(default_factory=dict)
-    """As in `data`."""
+    """Same as in `data`."""
     task: Form | None = None
-    """As in `data`: what builds the rows."""
+    """Same as in `data`: how the rows are built."""
     max_tokens: int = Field(2048, ge=2)
-    """As in `data`: prompt and answer together."""
+    """Same as in `data`: prompt and answer together."""
     too_long: Literal["error", "drop", "cut_prompt"] = "error"
-    """As in `data`."""
+    """Same as in `data`."""
     images: ImageLimits = ImageLimits()
-    """For vision-language models: sizes of images, usually as in the training of the model."""
+    """Sizes of images for vision-language models, usually the same as in the model's training."""
 
     def how(self) -> dict[str, Any]:
-        """All keys but the rows, as in the `data` of a training."""
+        """Returns all keys but the rows, in the form of a training's `data`."""
         return {key: getattr(self, key) for key in type(self).model_fields if key != "test"}
 
 
@@ -69,7 +70,7 @@ class EvaluateStage(Part):
 
     kind: Literal["evaluate"]
     models: dict[StageName, Input] = Field(min_length=1)
-    """By their names in tables. A stage of kind `gate` stands for the choice among its experts."""
+    """The models by their names in tables. A stage of kind `gate` represents the choice among its experts."""
     data: Questions
     evaluate: tuple[Evaluation, ...] = Field(min_length=1)
 
@@ -101,7 +102,7 @@ class Rules(Part):
 
     kind: Literal["rules"]
     per_row: int = Field(1, ge=1)
-    """The most pairs of a row, each by another rule."""
+    """Maximum number of pairs per row, each by another rule."""
     shares: dict[Rule, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Relative frequencies of the rules; 0 leaves one out, and the default is 1."""
     words: str | None = None
@@ -111,10 +112,10 @@ class Rules(Part):
     def _enough_rules(self) -> "Rules":
         left = [rule for rule in get_args(Rule) if self.shares.get(rule, 1) > 0]
         if not left:
-            raise ValueError("shares: no rule is left to make pairs by; give one of them more than 0")
+            raise ValueError("shares: no rule is left to make pairs; give one of them more than 0")
         if self.per_row > len(left):
             there = f"there are {len(left)} ({', '.join(left)}); give at most {len(left)}"
-            raise ValueError(f"per_row: {self.per_row} pairs of a row, each by another rule, and {there}")
+            raise ValueError(f"per_row: {self.per_row} pairs of a row, each by another rule, but {there}")
         return self
 
 
@@ -132,17 +133,17 @@ class Sampled(Part):
     kind: Literal["sampled"]
     model: Input
     task: Task
-    """It scores the answers."""
+    """The task that scores the answers."""
     template: Literal["chat", "plain"] = "chat"
-    """As in the training of that model: `plain` for a base model."""
+    """Same as in the training of that model: `plain` for a base model."""
     samples: int = Field(4, ge=2)
-    """Answers to each row."""
+    """Answers per row."""
     temperature: float = Field(0.8, gt=0)
     """The higher it is, the more the answers differ."""
     max_new_tokens: int = Field(256, ge=1)
-    """Of an answer."""
+    """Maximum tokens of an answer."""
     margin: float = Field(0.0, ge=0)
-    """The least difference between the scores of a pair (exclusive)."""
+    """Minimum difference between the scores of a pair (exclusive)."""
 
 
 Method = Annotated[Rules | Verdicts | Sampled, Field(discriminator="kind")]
@@ -162,10 +163,10 @@ class MakePairs(Part):
     def _rows_where_they_are_needed(self) -> "MakePairs":
         named = [key for key in ("train", "validation", "test") if getattr(self, key)]
         if self.method.kind == "verdicts" and named:
-            problem = f"{named[0]}: verdicts are about existing answers"
+            problem = f"{named[0]}: verdicts judge existing answers"
             raise ValueError(f"{problem}; leave it out, and name the reviews in method.of")
         if self.method.kind != "verdicts" and not self.train:
-            raise ValueError("train: rows with right answers are needed to make pairs of; name a file")
+            raise ValueError("train: rows with right answers are needed to make pairs; name a file")
         train = {f"train.{at}": source for at, source in enumerate(self.train)}
         sources = train | {"validation": self.validation, "test": self.test}
         if heavy := [key for key, source in sources.items() if source is not None and source.weight > 1]:
@@ -181,9 +182,36 @@ class MergeAdapter(Part):
     model: Input
     """Usually a stage that trains an adapter."""
     adapter: str | None = None
-    """Otherwise a folder with one, relative to the spec file."""
+    """A folder with an adapter, relative to the spec file, if the model is not such a stage."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Type of the written weights; `auto`: unchanged."""
+    """Dtype of the written weights; `auto`: unchanged."""
+
+
+class Export(Part):
+    """Takes a model elsewhere: merged, converted, loaded by other programs, and proved equal to what was trained."""
+
+    kind: Literal["export"]
+    model: Input
+    """Usually a stage that trains."""
+    to: tuple[str, ...] = Field(min_length=1)
+    """Formats: adapter, merged, merged:fp32, gguf, gguf:q4_k_m, gguf-lora."""
+    onto: Literal["original", "trained"] = "original"
+    """What an adapter is merged into that was trained on 4 or 8 bits. `original`: the base as it is published.
+    `trained`: the weights in few bits, unpacked."""
+    prompts: int = Field(16, ge=1)
+    """Held-out prompts on which each export is compared with the trained model."""
+    ollama: bool = False
+    """Writes a Modelfile for ollama beside a GGUF file."""
+    accept: bool = False
+    """Keeps an export that is worse than its bound, and records it."""
+
+    @field_validator("to")
+    @classmethod
+    def _known_formats(cls, to: tuple[str, ...]) -> tuple[str, ...]:
+        found = parse_formats(to)
+        if len(found) < len(to):
+            raise ValueError(f"{', '.join(to)} names a format twice; name each once")
+        return tuple(map(str, found))
 
 
 class RandomRouter(Part):
@@ -198,13 +226,13 @@ class CentroidRouter(Part):
     data: dict[StageName, Source]
     """Rows for each expert by name; usually those that it was trained on."""
     template: Literal["chat", "plain"] = "chat"
-    """As in the experts' own training."""
+    """Same as in the experts' own training."""
     template_options: dict[str, Any] = Field(default_factory=dict)
-    """As in the experts' own training."""
+    """Same as in the experts' own training."""
     task: Form | None = None
     """`data.task` of the experts' own training."""
     rows: int = Field(64, ge=2)
-    """Used of each expert; at least one is held out to measure the router."""
+    """Rows used per expert; at least one is held out to measure the router."""
     max_tokens: int = Field(512, ge=2)
     """Longer prompts are cut in the middle; a row that is still too long is left out."""
 
@@ -272,14 +300,14 @@ class Gate(Part):
 
     kind: Literal["gate"]
     base: Input
-    """Its embeddings are used."""
+    """The model whose input embeddings are used."""
     experts: dict[StageName, Input] = Field(min_length=2)
     data: dict[StageName, Source]
-    """Rows of each expert by name."""
+    """Rows for each expert by name."""
     template: Literal["chat", "plain"] = "chat"
-    """As in the experts' own training."""
+    """Same as in the experts' own training."""
     template_options: dict[str, Any] = Field(default_factory=dict)
-    """As in the experts' own training."""
+    """Same as in the experts' own training."""
     task: Form | None = None
     """`data.task` of the experts' own training, and of the stage that evaluates the gate."""
     epochs: int = Field(20, ge=1)
@@ -301,17 +329,18 @@ class Gate(Part):
 
 
 class PythonStage(Part):
-    """Your own script: it gets its inputs and a folder, and must leave its declared outputs there."""
+    """Your own script: it gets its inputs and a folder, and must write its declared outputs there."""
 
     kind: Literal["python"]
     script: str
-    """Relative to the spec file. Modules and files that it reads belong under inputs, otherwise a change of them runs
-    nothing again."""
+    """A path relative to the spec file. Modules and files that it reads belong under inputs; otherwise changing them
+    reruns nothing."""
     inputs: dict[StageName, str] = Field(default_factory=dict)
-    """Files or folders by name, relative to the spec file, or `stage://NAME/file`. A change of any of them runs it
-    again."""
+    """Files or folders by name, relative to the spec file, or `stage://NAME/file`. A change of any of them reruns the
+    stage."""
     arguments: tuple[str, ...] = ()
-    """With names of inputs in braces, and {output} for the folder: ["{raw}", "{output}/clean.jsonl"]."""
+    """Command-line arguments, with names of inputs in braces, and {output} for the folder: ["{raw}",
+    "{output}/clean.jsonl"]."""
     outputs: tuple[str, ...] = Field(min_length=1)
     """Files or folders below {output} that must exist at the end."""
 
@@ -320,7 +349,7 @@ class PythonStage(Part):
         paths = [PurePosixPath(name) for name in self.outputs]
         for name, path in zip(self.outputs, paths, strict=True):
             if path.is_absolute() or ".." in path.parts or not path.parts:
-                raise ValueError(f"outputs: {name!r} leads out of the stage's folder; name paths below {{output}}")
+                raise ValueError(f"outputs: {name!r} is outside of the stage's folder; name paths below {{output}}")
         if twice := sorted({str(path) for path in paths if paths.count(path) > 1}):
             raise ValueError(f"outputs: {', '.join(twice)} is written twice; name each once")
         if OUTPUT in self.inputs:
@@ -328,7 +357,7 @@ class PythonStage(Part):
         names = [*self.inputs, OUTPUT]
         for argument in self.arguments:
             if STAGE in argument:
-                problem = f"arguments: a change of {argument} would run nothing again"
+                problem = f"arguments: a change of {argument} would rerun nothing"
                 raise ValueError(f"{problem}; name it under inputs, and its name in braces here")
             if unknown := [name for name in NAMED_INPUT.findall(argument) if name not in names]:
                 there = ", ".join(f"{{{name}}}" for name in names)
@@ -337,7 +366,7 @@ class PythonStage(Part):
 
 
 AnyStage = Annotated[
-    TrainStage | EvaluateStage | CompareStage | MakePairs | MergeAdapter | BuildMoe | Gate | PythonStage,
+    TrainStage | EvaluateStage | CompareStage | MakePairs | MergeAdapter | Export | BuildMoe | Gate | PythonStage,
     Field(discriminator="kind"),
 ]
 PATHS: dict[type, tuple[str, ...]] = {
@@ -356,14 +385,14 @@ PATHS: dict[type, tuple[str, ...]] = {
     MergeAdapter: ("adapter",),
     PythonStage: ("script", "inputs"),
 }
-"""The keys that hold paths, whose contents decide what has changed. Only there a stage may be named by `stage://`."""
+"""The keys that hold paths, whose contents decide what has changed. Only these may refer to a stage by `stage://`."""
 P = TypeVar("P", bound=BaseModel)
 MovePath = Callable[[str], str]
 _MODELS = get_args(get_args(Input)[0])
 
 
 def leaves(part: object, key: str = "", holder: BaseModel | None = None) -> Iterator[tuple[str, Any, BaseModel | None]]:
-    """(dotted key, value, the part whose path it is) of every text and every model of a spec."""
+    """Yields (dotted key, value, the part that has the path) for every text and every model of a spec."""
     if isinstance(part, (str, *_MODELS)):
         yield key, part, holder
     inner: Iterable[tuple[object, object]] = ()
@@ -381,12 +410,13 @@ def leaves(part: object, key: str = "", holder: BaseModel | None = None) -> Iter
 
 
 def paths_of(part: object) -> Iterator[tuple[str, BaseModel, str]]:
-    """(dotted key, the part that names it, the path) of every path in a spec."""
+    """Yields (dotted key, the part that names it, the path) for every path in a spec."""
     yield from ((key, holder, path) for key, path, holder in leaves(part) if holder is not None)
 
 
 def models_of(stage: BaseModel) -> Iterator[tuple[str, Input]]:
-    """The models of a stage by their keys: `base`, `experts.law`, `method.model`; not those within a model."""
+    """Yields the models of a stage by their keys, such as `base`, `experts.law` or `method.model`, but not those within
+    a model."""
     last = None
     for key, value, _ in leaves(stage):
         if isinstance(value, _MODELS) and (last is None or not key.startswith(f"{last}.")):
@@ -395,7 +425,7 @@ def models_of(stage: BaseModel) -> Iterator[tuple[str, Input]]:
 
 
 def moved(part: P, move: MovePath, *, addresses: bool = False) -> P:
-    """The same with every path replaced; URLs (`hf://`, `stage://`) only with `addresses`."""
+    """Returns a copy with every path replaced; URLs (`hf://`, `stage://`) only with `addresses`."""
 
     def change(holder: object, name: str, value: Any) -> Any:
         match value:

@@ -31,7 +31,7 @@ class Rouge(Part):
     """`unicode` keeps the letters of every script and equals `rouge` for plain English; `rouge`, rouge-score's own,
     drops everything but a-z and 0-9: it keeps fragments of Vietnamese and nothing of Chinese."""
     sentences: Literal["split", "lines"] = "split"
-    """Sentences of ROUGE-Lsum: `split` ends them at full stops too, `lines` only at line ends, as rouge-score does."""
+    """How ROUGE-Lsum splits sentences: `split` also at full stops, `lines` only at line ends, like rouge-score."""
 
 
 class Bleu(Part):
@@ -96,7 +96,7 @@ class TruthfulQa(Part):
     scorer: Literal["rouge", "bleu", "bleurt"] = "rouge"
     """`bleurt` needs the package of that name."""
     checkpoint: str | None = None
-    """Of BLEURT: a folder relative to the spec file; None: the small one of the package."""
+    """BLEURT's checkpoint, a folder relative to the spec file; by default the package's small one."""
 
 
 class QmSum(Part):
@@ -125,7 +125,7 @@ class Hallucination(Part):
 
 
 class Perplexity(Part):
-    """Of the row's answer over all of its tokens; of plain text over all of it."""
+    """Perplexity of the row's answer over all its tokens, or of the whole plain text."""
 
     kind: Literal["perplexity"]
     window: int = Field(2048, ge=2)
@@ -139,7 +139,7 @@ class LmEval(Part):
     tasks: tuple[str, ...] = Field(min_length=1, strict=False)
     shots: int | None = Field(None, ge=0)
     folder: str | None = None
-    """With your own task files, relative to the spec file."""
+    """A folder with your own task files, relative to the spec file."""
 
 
 class CustomTask(Part):
@@ -148,7 +148,7 @@ class CustomTask(Part):
 
     kind: Literal["python"]
     path: str
-    """Relative to the spec file."""
+    """A path relative to the spec file."""
 
 
 def _named(value: Any) -> Any:
@@ -184,7 +184,7 @@ class Judge(Part):
     """A language model behind an OpenAI-compatible URL that rates every answer; optional, and always recorded."""
 
     url: str
-    """For instance http://localhost:8000/v1."""
+    """The base URL, for instance http://localhost:8000/v1."""
     model: str
     key: str | None = None
     """The environment variable that holds the secret; the secret itself belongs in no file."""

@@ -1,1 +1,2 @@
-"""Stages without training: one module per kind, its own process, whose `make` fills a folder and returns a summary."""
+"""Stages without training: one module per kind, run in its own process, whose `make` fills a folder and returns a
+summary."""

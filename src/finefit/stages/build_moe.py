@@ -1,5 +1,5 @@
-"""Trained copies of one model become a mixture of experts or their average: how the router starts, and the proof that
-nothing was lost."""
+"""Builds a mixture of experts, or an average, from trained copies of one model: how the router starts, and the proof
+that nothing was lost."""
 
 import gc
 import statistics
@@ -36,20 +36,20 @@ from finefit.tasks.custom import row_builder
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _WORKING_MEMORY = 1.2
-"""Times the bytes of a model's weights."""
+"""A multiple of the bytes of a model's weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StartedRouter:
     centroids: Centroids
     left_out: dict[str, list[str]]
-    """By expert, the problems of rows that could not be used."""
+    """For each expert, the problems of rows that could not be used."""
     loaded_bytes: int
-    """Held once the base was loaded, before its first row."""
+    """Memory after the base was loaded, before its first row."""
 
 
 def make(job: StageJob, out: Path) -> dict[str, Any]:
-    """Fills `out` with a model folder; if the router starts from rows, with routing.json and routing.svg, too."""
+    """Fills `out` with a model folder; if the router starts from rows, also with routing.json and routing.svg."""
     quiet()
     stage = job.stage
     assert isinstance(stage, BuildMoe)
@@ -82,7 +82,7 @@ def make(job: StageJob, out: Path) -> dict[str, Any]:
 def _start_from_rows(
     job: StageJob, asked: CentroidRouter, base: Path, keep: Callable[[_StartedRouter], None], names: tuple[str, ...]
 ) -> Router:
-    """`names`: without copies, whose experts have rows of their own."""
+    """`names` are the experts that are not copies, each with rows of its own."""
     if len(names) == 1:
         hidden_size = int(read_model_folder(base).config["hidden_size"])
         return lambda _: torch.zeros(1, hidden_size)
@@ -99,7 +99,8 @@ def _start_from_rows(
 def router_rows(
     asked: CentroidRouter, names: Sequence[str], renderer: Renderer, base: Path, seed: int
 ) -> dict[str, tuple[list[tuple[int, ...]], list[str]]]:
-    """By expert, rows in tokens and problems of unusable rows. Rows that no router can start from are refused."""
+    """For each expert, rows as tokens and the problems of unusable rows. Raises if a router cannot start from these
+    rows."""
     taken = {name: _rows(asked.data[name], asked, renderer, base, seed) for name in names}
     for name, (rows, faults) in taken.items():
         if not rows:
@@ -115,8 +116,8 @@ def router_rows(
 def _rows(
     source: Source, asked: CentroidRouter, renderer: Renderer, base: Path, seed: int
 ) -> tuple[list[tuple[int, ...]], list[str]]:
-    """A seeded sample, built and rendered as in training, in the order of the rows; too long prompts are cut in the
-    middle. Other rows replace those that cannot be used, whose problems are returned."""
+    """A seeded sample, built and rendered as in training, in the order of the rows; prompts that are too long are cut
+    in the middle. Other rows replace those that cannot be used, whose problems are returned."""
     reader = replace(open_source(source, base, split="train"), build=row_builder(asked.task, base=base))
     found = list(sampled_rows(reader, source, seed))
     rows = [row for row in found if isinstance(row, Row)]
@@ -136,7 +137,7 @@ def _rows(
 def _proof(
     stage: BuildMoe, built: BuiltMoe, dense: int, experts: Mapping[str, Path], base: Path, out: Path
 ) -> dict[str, float] | str:
-    """By expert the largest difference of logits; or why it was not measured."""
+    """For each expert the largest difference of logits, or why it was not measured."""
     needed, free = round(4 * _WORKING_MEMORY * (built.parameters + dense)), read_free_memory_bytes(MEMORY_LIMITS)
     if needed > free:
         return f"left out: it needs {needed / 2**30:.1f} GiB of host memory, and {free / 2**30:.1f} are free"
@@ -145,7 +146,8 @@ def _proof(
 
 
 def _routing(job: StageJob, built: BuiltMoe, started: _StartedRouter, out: Path) -> dict[str, Any]:
-    """Where held-out tokens would go by the base's hidden states and, if the mixture can be loaded, go in it."""
+    """Where held-out tokens would be routed by the base's hidden states and, if the mixture can be loaded, where it
+    routes them."""
     centroids = started.centroids
     left_out = {name: {"rows": len(faults), "first": faults[0]} for name, faults in started.left_out.items()}
     in_base = {name: statistics.fmean(shares) for name, shares in centroids.own.items()}

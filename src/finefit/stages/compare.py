@@ -48,7 +48,7 @@ def make(job: StageJob, out: Path) -> dict[str, Any]:
 
 
 def _difference(found: Comparison, task: TaskComparison, pairing: Pairing) -> dict[str, Any]:
-    """Of the task's own metric, with p corrected for all comparisons here."""
+    """The difference in the task's own metric, with p corrected for all comparisons here."""
     change = pairing.changes[0]
     metric = next(metric for metric in task.metrics if metric.name == change.metric)
     return {

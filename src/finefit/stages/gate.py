@@ -1,5 +1,5 @@
-"""The gate that chooses one expert for a whole prompt: trained to tell which expert's rows a prompt belongs to, and
-measured on held-out rows."""
+"""The gate that chooses one expert for a whole prompt. It is trained to tell which expert's rows a prompt belongs to,
+and measured on held-out rows."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ from finefit.stats.intervals import wilson
 from finefit.tasks.custom import form_content, row_builder
 
 _NUM_TELLING = 5
-"""Tokens shown for each expert."""
+"""The number of tokens shown for each expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
     expert: str
     key: int
-    """Equal for prompts that ask the same."""
+    """The same key for prompts that ask the same."""
     tokens: tuple[int, ...]
 
 
@@ -74,7 +74,8 @@ def make(job: StageJob, out: Path) -> dict[str, Any]:
 
 
 def split_prompts(stage: Gate, renderer: Renderer, base: Path, seed: int) -> tuple[list[_Prompt], list[_Prompt]]:
-    """Those to train on, and those held out. Equal prompts stay on one side, or the accuracy would be of a memory."""
+    """The prompts to train on and the held-out ones. Equal prompts stay on one side, or the held-out accuracy would
+    measure memorisation."""
     prompts, experts, share = _prompts(stage, renderer, base, seed), list(stage.experts), stage.held_out
     keys = np.array([prompt.key for prompt in prompts], np.uint64)
     if len(set(keys.tolist())) < 2:
@@ -83,10 +84,10 @@ def split_prompts(stage: Gate, renderer: Renderer, base: Path, seed: int) -> tup
     is_held = held_share(keys, share, seed)
     held = [prompt for prompt, is_out in zip(prompts, is_held, strict=True) if is_out]
     train = [prompt for prompt, is_out in zip(prompts, is_held, strict=True) if not is_out]
-    for side, what in ((train, "to train on"), (held, "to be measured on")):
+    for side, what in ((train, "to train on"), (held, "to measure on")):
         if without := [name for name, count in _counts(side, experts).items() if not count]:
             there = f"{len(prompts)} prompts, {share:g} of them held out"
-            problem = f"of {', '.join(without)} no prompt is left {what}: {there}"
+            problem = f"no prompt of {', '.join(without)} is left {what}: {there}"
             raise DataError(problem, "give more rows, or another held_out")
     return train, held
 
@@ -104,7 +105,7 @@ def _prompts(stage: Gate, renderer: Renderer, base: Path, seed: int) -> list[_Pr
     prompts = []
     for expert, row in rows:
         if row.kind == "text":
-            problem = f"{row.place} is plain text, and a gate chooses by what is asked"
+            problem = f"{row.place} is plain text, but a gate chooses by the prompt"
             raise DataError(problem, "take rows with a prompt and an answer")
         try:
             tokens = renderer.prompt_tokens(as_item(row).prompt, tools=row.tools)
@@ -122,7 +123,7 @@ def _counts(prompts: Sequence[_Prompt], experts: Sequence[str]) -> dict[str, int
 def _telling(
     scores: Tensor, train: Sequence[_Prompt], experts: Sequence[str], renderer: Renderer
 ) -> dict[str, tuple[str, ...]]:
-    """The tokens that the gate decides by: a template, or a phrase that all rows share, shows here."""
+    """The tokens that the gate decides by. They reveal a template, or a phrase that all rows share."""
     lead = scores - scores.mean(1, keepdim=True)
     found = {}
     for at, expert in enumerate(experts):

@@ -1,4 +1,4 @@
-"""Preference pairs as files that objective dpo reads: made by rules, judged by people, or sampled and scored.
+"""Writes preference pairs as files that objective dpo reads: made by rules, judged by people, or sampled and scored.
 report.json accounts for every row."""
 
 import json
@@ -35,23 +35,23 @@ _GROUPED_REASONS = {
     "says the same as ": "says the same as another row",
     "has scores from ": "has scores that do not differ enough",
 }
-"""Reasons that begin like this name one row; they are counted as one."""
+"""Reasons with these beginnings name one row; they are counted as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSplit:
     read: int
-    """Rows, or judged items; each is used or among the unused."""
+    """Rows or judged items; each is used or unused."""
     used: int
     pairs: Sequence[dict[str, Any]]
-    """As they are written."""
+    """The pairs in the form in which they are written."""
     unused: Sequence[UnusedRow]
     audit: PairAudit | None
     rules: Mapping[str, RuleCount] = field(default_factory=dict)
 
 
 def make(job: StageJob, out: Path) -> dict[str, Any]:
-    """By rules or from verdicts; `sampled_pairs.make` samples."""
+    """Makes pairs by rules or from verdicts; `sampled_pairs.make` samples."""
     stage, base = job.stage, Path(job.base)
     assert isinstance(stage, MakePairs)
     if isinstance(stage.method, Verdicts):
@@ -65,7 +65,8 @@ def make(job: StageJob, out: Path) -> dict[str, Any]:
 def write_pairs(
     job: StageJob, splits: Mapping[str, PairSplit], out: Path, *, loaded_bytes: int | None = None
 ) -> dict[str, Any]:
-    """Fills `out` with pairs by split and report.json; returns the summary. `loaded_bytes`: with the model loaded."""
+    """Fills `out` with pairs by split and report.json, and returns the summary. `loaded_bytes` is the memory after the
+    model was loaded."""
     assert isinstance(job.stage, MakePairs)
     require_pairs(splits)
     for name, split in splits.items():
@@ -88,7 +89,7 @@ def rule_pairs(rows: list[Row | BadRow], method: Rules, base: Path, seed: int) -
 
 
 def rows_of_splits(stage: MakePairs, base: Path, seed: int) -> dict[str, list[Row | BadRow]]:
-    """Rows that a limit leaves out come as bad rows, so that they are counted. A prompt in two splits is refused."""
+    """Rows beyond a limit are returned as bad rows, so that they are counted. A prompt in two splits is refused."""
     named = {"train": stage.train, "validation": (stage.validation,), "test": (stage.test,)}
     splits: dict[str, list[Row | BadRow]] = {}
     for split, sources in named.items():
@@ -103,7 +104,7 @@ def rows_of_splits(stage: MakePairs, base: Path, seed: int) -> dict[str, list[Ro
                 # equal but for case and punctuation: a held-out row says nothing if its answer was trained on
                 first, place = seen.setdefault(prompt_key(row, with_system=True), (split, row.place))
                 if first != split:
-                    both.append(f"{row.place} ({split}) asks what {place} ({first}) asks")
+                    both.append(f"{row.place} ({split}) has the prompt of {place} ({first})")
     if both:
         more = f", and {len(both) - _MAX_SHOWN} more" if len(both) > _MAX_SHOWN else ""
         problem = f"held-out rows are in another split, too: {'; '.join(both[:_MAX_SHOWN])}{more}"
@@ -112,7 +113,7 @@ def rows_of_splits(stage: MakePairs, base: Path, seed: int) -> dict[str, list[Ro
 
 
 def open_pair_source(source: Source, base: Path, *, split: str) -> SourceReader:
-    """Files are known by their names, those of a folder by their paths in it: where they lie is not part of a pair."""
+    """Files are identified by name, those of a folder by their paths in it; their location is not part of a pair."""
     reader = open_source(source, base, split=split)
     top = os.path.commonpath([file.path.parent for file in reader.files])
     files = (
@@ -163,7 +164,7 @@ _Judged = tuple[list[tuple[str, dict[str, Any]]], list[UnusedRow]]
 
 
 def judged_pairs(method: Verdicts, base: Path) -> PairSplit:
-    """From the reviews in run directories, or from files of `finefit review --export-pairs`."""
+    """Pairs from the reviews in run directories, or from files of `finefit review --export-pairs`."""
     found: list[_Judged] = []
     for name in method.of:
         path = base / name
@@ -187,7 +188,8 @@ def judged_pairs(method: Verdicts, base: Path) -> PairSplit:
 
 
 def _reviewed(run: Path, journal: Path, place: str) -> _Judged:
-    """A journal names its models RUN:CHECKPOINT, with as much of the run's path as tells it from the other run."""
+    """A journal names its models RUN:CHECKPOINT, with as much of the run's path as distinguishes it from the other
+    run."""
     entries = read_entries(journal)
     opened = next((entry for entry in entries if isinstance(entry, ReviewOpened)), None)
     if opened is None:
@@ -229,7 +231,7 @@ def _exported(name: str, base: Path) -> _Judged:
 
 
 def _unusable(row: Row) -> str | None:
-    """Why a pair cannot be taken: each side of a made pair is one text."""
+    """Why a pair cannot be used: each side of a made pair is one text."""
     chosen, rejected = row.messages[row.num_given :], row.rejected
     if row.images:
         return _HAS_IMAGES
@@ -241,7 +243,7 @@ def _unusable(row: Row) -> str | None:
 
 
 def _agreed(found: list[tuple[str, dict[str, Any]]]) -> tuple[list[dict[str, Any]], list[UnusedRow]]:
-    """Each pair once, and none that another review has decided the other way."""
+    """Each pair once, except pairs that another review has decided the other way."""
 
     def key(pair: dict[str, Any]) -> tuple[str, str, str]:
         return str((pair["prompt"], pair.get("tools"))), pair["chosen"], pair["rejected"]

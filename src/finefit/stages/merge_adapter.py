@@ -1,4 +1,4 @@
-"""An adapter merged into its base: a model folder that needs no peft, with the proof that it answers as base and
+"""Merges an adapter into its base: a model folder that needs no peft, with the proof that it answers as base and
 adapter did."""
 
 from dataclasses import asdict

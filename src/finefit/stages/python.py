@@ -1,5 +1,5 @@
-"""A script of the user's own: it gets its inputs and a folder to fill, and must leave the outputs that it declares. Its
-working directory is that folder."""
+"""A script of the user's own. It gets its inputs and a folder to fill, which is its working directory, and must create
+the outputs that it declares."""
 
 import os
 import runpy
@@ -45,7 +45,7 @@ def make(job: StageJob, out: Path) -> dict[str, Any]:
 
 
 def _run(script: Path, arguments: list[str]) -> None:
-    """In this process, so that it ends with it. The log stays open, whatever the script closes."""
+    """Runs the script in this process, so that it ends with it. The log stays open, whatever the script closes."""
     sys.argv, sys.path = [str(script), *arguments], [str(script.parent), *sys.path]
     words = sys.stdout
     with os.fdopen(os.dup(words.fileno()), "w", encoding="utf-8", errors="backslashreplace") as log:

@@ -1,5 +1,6 @@
-"""Several answers of a model to each row, scored by a task: the best against the worst. Sampling is seeded by row.
-Answers are journaled batch by batch: a stage that was killed asks only for the others, in the same batches."""
+"""Samples several answers of a model to each row and scores them by a task: the best is paired against the worst.
+Sampling is seeded by row. Answers are journaled batch by batch: a stage that was killed requests only the missing ones,
+in the same batches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,13 +44,13 @@ class _Sampler:
     model: torch.nn.Module
     renderer: Renderer
     batch_limit: EvalBatchLimit
-    """For the longest of all rows, also where only some are left."""
+    """The limit for the longest of all rows, even if only some rows are left."""
     task: Task
     method: Sampled
     job: StageJob
     loaded_bytes: int
     journal: Path
-    """Of answers."""
+    """The journal of answers."""
     by: str
     """A digest of device, precision and versions: only answers made the same way are reused."""
 
@@ -64,7 +65,7 @@ class _SampledLine:
 
 
 def make(job: StageJob, out: Path) -> dict[str, Any]:
-    """The journal beside `out` may hold answers of a process that was killed."""
+    """The journal beside `out` may contain answers of a process that was killed."""
     stage = job.stage
     assert isinstance(stage, MakePairs)
     method = stage.method
@@ -83,7 +84,7 @@ def make(job: StageJob, out: Path) -> dict[str, Any]:
 def askable_rows(
     stage: MakePairs, method: Sampled, base: Path, seed: int
 ) -> tuple[Task, dict[str, tuple[list[Row], list[UnusedRow]]]]:
-    """The scoring task, and by split the rows that can be asked and the others; none to ask is an error."""
+    """The scoring task and, by split, the rows that can be sampled and the others. It is an error if none can."""
     evaluation, task = Evaluation(task=method.task, max_new_tokens=method.max_new_tokens), None
     if not isinstance(method.task, LmEval | TruthfulQa):
         task = make_task(evaluation, base=base)
@@ -154,7 +155,7 @@ def _loaded(job: StageJob, external: ExternalModel, batch_limit: EvalBatchLimit)
             dtype=torch.bfloat16 if job.precision == "bf16" else weight_dtype(job.precision, external.tuning),
             attention=for_answers(attention_here(job.device, job.precision, external.resolved.folder)),
             bits=base_bits(external.tuning),
-            num_cards=batch_limit.devices if batch_limit.is_spread else 1,
+            num_cards=batch_limit.devices if batch_limit.is_split_over_cards else 1,
         )
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -164,8 +165,8 @@ def _loaded(job: StageJob, external: ExternalModel, batch_limit: EvalBatchLimit)
 
 
 def _scored(sampler: _Sampler, split: str, rows: Sequence[Row]) -> list[tuple[Row, list[ScoredAnswer]]]:
-    """Several answers to each row. A killed process left whole batches, so the others are formed as they would have
-    been. An answer without a result gets the score that the task gives to no result."""
+    """Several answers to each row. A killed process left only whole batches, so the remaining ones are formed as they
+    would have been. An answer without a result gets the score that the task gives to no result."""
     task, each = sampler.task, sampler.method.samples
     asked = [(row, sample) for row in rows for sample in range(each)]
     texts = {

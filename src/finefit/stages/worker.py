@@ -1,5 +1,5 @@
-"""The process of a stage, `python -m finefit.stages.<kind> JOB.json`: fills the folder `output` beside the job, and
-leaves a record. Each kind is a module of its own, so that it imports only what it needs. A stop ends it at once:
+"""The process of a stage, `python -m finefit.stages.<kind> JOB.json`. It fills the folder `output` beside the job and
+leaves a record. Each kind is a module of its own, so that it imports only what it needs. A stop ends it at once, and
 half-made output is made again."""
 
 import logging
@@ -44,7 +44,7 @@ def serve(make: Make) -> None:
 
 
 def _failed(where: StageDir, error: FinefitError) -> int:
-    """On a disk too full for the record, only the exit code tells."""
+    """If the disk is too full for the record, only the exit code shows the failure."""
     where.outcome.unlink(missing_ok=True)
     problem, remedy = (text.encode(errors="backslashreplace").decode() for text in (error.problem, error.remedy))
     with suppress(DiskFull):
@@ -53,7 +53,8 @@ def _failed(where: StageDir, error: FinefitError) -> int:
 
 
 def _stop(where: StageDir, reason: str) -> None:
-    """With all child processes. Called by a signal handler, or by a thread that waits for the launcher's end."""
+    """Stops the stage with all child processes. Called by a signal handler, or by a thread that waits for the
+    launcher's end."""
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.terminate()

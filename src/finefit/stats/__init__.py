@@ -1,1 +1,1 @@
-"""Uncertainty of measured numbers."""
+"""The uncertainty of measured numbers."""

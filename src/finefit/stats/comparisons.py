@@ -1,4 +1,4 @@
-"""Two models, or two raters, on the same items: how much they differ, and how far that can be trusted."""
+"""Compares two models, or two raters, on the same items: how much they differ, and how certain that is."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -13,9 +13,9 @@ from finefit.stats.intervals import Interval, Numbers
 from finefit.stats.metrics import Metric, combined, effective, is_binary, item_weights, require_finite, top_of
 
 EXACT_AT_MOST = 13
-"""With at most so many differing items, every exchange is tried: 8,192 of them."""
+"""If at most this many items differ, every exchange is tried: 8,192 of them."""
 EXCHANGES = 9999
-"""Drawn beyond that; with the observed one a round number."""
+"""The number of random exchanges otherwise; together with the observed one, a round number."""
 _BLOCK_VALUES = 1 << 20
 _TIE = 1e-9
 
@@ -71,7 +71,7 @@ def _ends(
 
 
 def _widest(metric: Metric, first: Numbers, second: Numbers, top: float) -> tuple[float, float]:
-    """As if every item's change were a share of items that go from 0 to the top, or back: nothing spreads wider."""
+    """Treats every item's change as a share of items that go from 0 to the top or back, the widest possible spread."""
     n = min(effective(metric, first), effective(metric, second))
     weights = item_weights(metric, first) + item_weights(metric, second)
     whole = float(weights.sum())
@@ -83,13 +83,13 @@ def _widest(metric: Metric, first: Numbers, second: Numbers, top: float) -> tupl
 
 
 def permutation_p(metric: Metric, first: Numbers, second: Numbers, *, seed: int = 0) -> float:
-    """Two-sided. Exact if few items differ, else by seeded exchanges, the observed one among them."""
+    """Two-sided. Exact if few items differ, else by seeded exchanges that include the observed one."""
     change = second - first
     change = change[(change != 0).any(axis=1)]
     n, one, other = len(first), first.sum(axis=0), second.sum(axis=0)
 
     def difference(exchanged: Numbers) -> Numbers:
-        """Between models that have exchanged these items."""
+        """The difference between models that have exchanged these items."""
         moved = exchanged @ change
         return combined(metric, other - moved, n) - combined(metric, one + moved, n)
 
@@ -107,7 +107,8 @@ def permutation_p(metric: Metric, first: Numbers, second: Numbers, *, seed: int 
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Corrected for their number: if nothing differs, any of them is as small with at most this chance (Holm)."""
+    """p-values corrected for their number: if nothing differs, the chance that any is as small is at most this
+    (Holm)."""
     corrected, floor = [0.0] * len(ps), 0.0
     for rank, at in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
         floor = max(floor, min(1.0, (len(ps) - rank) * ps[at]))
@@ -121,7 +122,7 @@ class Spread:
 
     mean: float | None
     deviation: float | None
-    """Of a sample (n - 1); None for fewer than two."""
+    """The sample standard deviation (n - 1); None for fewer than two values."""
     n: int
     missing: int
 
@@ -141,7 +142,8 @@ class Agreement:
     observed: Interval
     """Share of the items on which both agree."""
     kappa: Interval | None
-    """Cohen's: 1 is full agreement, 0 what chance would give. None if both give all items one and the same label."""
+    """Cohen's kappa: 1 is full agreement, 0 what chance would give. None if both raters give all items one and the same
+    label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,13 +152,13 @@ class Preference:
     losses: int
     ties: int
     share: Interval
-    """Of all items, a tie counted as half a win for each: one half means no preference."""
+    """The share of all items, with a tie as half a win for each: one half means no preference."""
     p: float
-    """Sign test without ties: how likely so uneven a count is if both are liked equally."""
+    """The sign test without ties: how likely a count this uneven is if both are liked equally."""
 
 
 def kappa(pairs: Sequence[tuple[Hashable, Hashable]], *, seed: int = 0) -> Agreement:
-    """`pairs`: the two raters' labels of each item."""
+    """`pairs` are the two raters' labels of each item."""
     n = len(pairs)
     intervals.require_sample(n)
     labels = {label: at for at, label in enumerate(dict.fromkeys(label for pair in pairs for label in pair))}
@@ -181,7 +183,7 @@ def kappa(pairs: Sequence[tuple[Hashable, Hashable]], *, seed: int = 0) -> Agree
 
 
 def _kappas(sums: Numbers, n: int) -> Numbers:
-    """1 if both raters give one and the same label to all."""
+    """Cohen's kappa of each row, which is 1 if both raters give one and the same label to all items."""
     expected = _chance(sums, n)
     agreed: Numbers = np.trace(_square(sums), axis1=-2, axis2=-1) / n
     found: Numbers = np.divide(agreed - expected, 1 - expected, out=np.ones_like(agreed), where=expected < 1 - 1e-9)
@@ -209,7 +211,7 @@ def preference(wins: int, losses: int, ties: int) -> Preference:
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Exact and two-sided: the chance that a fair coin falls as unevenly."""
+    """Exact and two-sided: the chance that a fair coin falls this unevenly."""
     n, fewer = wins + losses, min(wins, losses)
     if n == 0:
         return 1.0

@@ -1,10 +1,11 @@
-"""Intervals of estimates: Wilson's for a rate, Bonett and Price's for the difference of two rates, and the studentised
+"""Confidence intervals: Wilson's for a rate, Bonett and Price's for the difference of two rates, and the studentised
 bootstrap for anything that is computed from sums over items.
 
 The bootstrap draws items with replacement and measures each draw's deviation in its own standard error, so a skewed
-sample gets a skewed interval. It works on a scale without ends (log-odds for values with two ends, logarithm for
-positive ones) and is nowhere narrower than Student's t. In simulations its 95 % intervals hold the truth in 93 to 97 of
-100 cases from 50 items on; the percentile bootstrap in 91 to 94 (`python -m bench.intervals`)."""
+sample gets a skewed interval. It works on a scale without bounds (log-odds for values with two bounds, logarithm for
+positive ones) and is nowhere narrower than Student's t. In simulations its 95 % intervals contain the truth in 93 to 97
+of 100 cases from 50 items on; the percentile bootstrap's in 91 to 94 (`python -m bench.intervals`).
+"""
 
 import math
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 CONFIDENCE = 0.95
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 RESAMPLES = 1999
-"""One less than a round number: the ends of an interval are then draws, and nothing lies between two of them."""
+"""One less than a round number, so that the ends of an interval are draws and nothing is interpolated."""
 _BLOCK_VALUES = 1 << 20  # weights of items at once: 8 MiB
 _STEP = 1e-5  # of a sum, to find the slope at it
 _NO_SPREAD = 1e-12
@@ -26,7 +27,7 @@ _WIDEST = 3  # times Student's: beyond that, draws of a handful of items are acc
 
 Numbers = NDArray[np.float64]
 Statistic = Callable[[Numbers, int], Numbers]
-"""The value of each row of sums (..., counts) over n items."""
+"""Computes the value of each row of sums (..., counts) over n items."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,8 @@ class Interval:
 
 
 def wilson(successes: int, n: int) -> Interval:
-    """Stays inside 0..1 and keeps a width at 0 and at n successes, where the textbook interval shrinks to a point."""
+    """Wilson's interval stays inside 0..1 and keeps a width at 0 and at n successes, where the textbook interval
+    shrinks to a point."""
     require_sample(n)
     if not 0 <= successes <= n:
         raise ValueError(f"{successes} successes of {n} observations; give 0 to {n}")
@@ -49,7 +51,8 @@ def wilson(successes: int, n: int) -> Interval:
 
 
 def wilson_ends(share: float, n: float) -> tuple[float, float]:
-    """Of the mean of n values from 0 to 1; zeros and ones spread most, so for others it is never too narrow."""
+    """Wilson's ends for the mean of n values from 0 to 1. Zeros and ones spread most, so for other values it is never
+    too narrow."""
     z, scale = _Z, 1 + _Z * _Z / n
     centre = (share + z * z / (2 * n)) / scale
     half = z / scale * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
@@ -68,7 +71,8 @@ def difference_ends(gained: float, lost: float, n: float) -> tuple[float, float]
 
 
 def student_quantile(freedom: int) -> float:
-    """Of Student's t: exact for 1 and 2 degrees of freedom, then Fisher's expansion (within 1 % at 3, 0.1 % at 6)."""
+    """A quantile of Student's t: exact for 1 and 2 degrees of freedom, then Fisher's expansion (within 1 % at 3, 0.1 %
+    at 6)."""
     if freedom == 1:
         return math.tan(math.pi * CONFIDENCE / 2)
     if freedom == 2:
@@ -87,7 +91,7 @@ def require_sample(n: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A scale on which a value has no ends, its slope, and the way back."""
+    """A scale on which a value has no bounds, its slope, and the way back."""
 
     of: Callable[[Numbers], Numbers]
     slope: Callable[[Numbers], Numbers]
@@ -103,14 +107,14 @@ LOGARITHM = Scale(of=np.log, slope=np.reciprocal, back=lambda x: math.exp(min(x,
 
 
 def log_odds(top: float) -> Scale:
-    """Of a value from 0 to `top`."""
+    """The log-odds scale of a value from 0 to `top`."""
     return Scale(
         of=lambda v: np.log(v / (top - v)), slope=lambda v: top / (v * (top - v)), back=lambda x: top * _sigmoid(x)
     )
 
 
 def standard_error(statistic: Statistic, table: Numbers) -> float:
-    """By the jackknife; 0 if no item makes a difference."""
+    """The jackknife's standard error; 0 if no item makes a difference."""
     n = len(table)
     with np.errstate(over="ignore", invalid="ignore"):  # a perplexity that depends on one item has no bound without it
         without = statistic(table.sum(axis=0) - table, n - 1)
@@ -121,7 +125,7 @@ def standard_error(statistic: Statistic, table: Numbers) -> float:
 
 
 def studentised(statistic: Statistic, table: Numbers, *, scale: Scale, seed: int) -> tuple[float, float]:
-    """The table must show some spread. A side on which the draws have no spread of their own is Student's alone."""
+    """The table must show some spread. A side without bootstrap spread falls back to Student's t."""
     n, error = len(table), standard_error(statistic, table)
     value = statistic(table.sum(axis=0), n)
     at, unit = float(scale.of(value)), error * float(scale.slope(value))
@@ -136,7 +140,8 @@ def studentised(statistic: Statistic, table: Numbers, *, scale: Scale, seed: int
 
 
 def _deviations(statistic: Statistic, table: Numbers, scale: Scale, seed: int) -> Numbers:
-    """Of every draw from the value, in its own standard errors; infinite if it has none. In blocks, to save memory."""
+    """The deviation of every draw from the value, in its own standard errors; infinite if that is zero. Works in
+    blocks, to save memory."""
     rng, n = np.random.default_rng(seed), len(table)
     centred = table - table.mean(axis=0)
     value = statistic(table.sum(axis=0), n)
@@ -161,7 +166,7 @@ def _deviations(statistic: Statistic, table: Numbers, scale: Scale, seed: int) -
 
 
 def _slopes(statistic: Statistic, sums: Numbers, n: int) -> Numbers:
-    """How the value changes with each sum; 0 at a sum of 0, to which no drawn item adds."""
+    """The derivative of the value with respect to each sum; 0 at a sum of 0, to which no drawn item adds."""
     found = np.zeros_like(sums)
     for at in range(sums.shape[-1]):
         step = np.zeros_like(sums)

@@ -21,13 +21,13 @@ class Metric:
     aggregate: Aggregate
     counts: tuple[str, ...]
     unit: Literal["share", "points", "number"] = "share"
-    """A share is shown as per cent, points as of a hundred."""
+    """A share is shown as per cent, points as out of a hundred."""
     better: Literal["higher", "lower", "neither"] = "higher"
-    """`neither`: it only describes, as the length of answers does."""
+    """`neither` marks a metric that only describes, such as the length of answers."""
 
 
 def rate(name: str) -> Metric:
-    """Of items, each 0 or 1."""
+    """The share of items whose count is 1; each count is 0 or 1."""
     return Metric(name=name, aggregate="rate", counts=(name,))
 
 
@@ -60,18 +60,19 @@ def table(metric: Metric, items: Sequence[Mapping[str, float]]) -> Numbers:
 
 
 def value(metric: Metric, items: Sequence[Mapping[str, float]]) -> float:
-    """Of one item it is what that item scores alone."""
+    """The value of one item alone is its own score."""
     return float(combined(metric, table(metric, items).sum(axis=0), len(items)))
 
 
 def _over(above: Numbers, below: Numbers) -> Numbers:
-    """0 where there is nothing to divide by."""
+    """0 if there is nothing to divide by."""
     quotient: Numbers = np.divide(above, below, out=np.zeros_like(above), where=below != 0)
     return quotient
 
 
 def _bleu(sums: Numbers) -> Numbers:
-    """Of both lengths, then matched and all n-grams of each order; one without a match is smoothed exponentially."""
+    """The counts are both lengths, then matched and all n-grams of each order. An order without a match is smoothed
+    exponentially."""
     orders = (sums.shape[-1] - 2) // 2
     length, reference = sums[..., 0], sums[..., 1]
     matched, there = sums[..., 2 : 2 + orders], sums[..., 2 + orders :]
@@ -89,7 +90,8 @@ _CHRF_BETA = 2
 
 
 def _chrf(sums: Numbers) -> Numbers:
-    """Of each order's n-grams in the answers, in the references and in both; orders that a side lacks are left out."""
+    """The counts are each order's n-grams in the answers, in the references and in both. Orders that a side lacks are
+    left out."""
     answered, wanted, matched = (sums[..., at::3] for at in range(3))
     has_both = (answered > 0) & (wanted > 0)
     orders = has_both.sum(axis=-1)
@@ -100,13 +102,14 @@ def _chrf(sums: Numbers) -> Numbers:
 
 
 FEW = 30
-"""With fewer items an interval holds the truth in 90 to 99 of 100 simulated cases, depending on their skew."""
+"""With fewer items an interval contains the truth in 90 to 99 of 100 simulated cases, depending on their skew."""
 _AT_AN_END = 1e-12
 _TOPS = {"share": 1.0, "points": 100.0, "number": None}
 
 
 def interval_of(metric: Metric, table: Numbers, seed: int = 0) -> Interval:
-    """Wilson's for a rate, else the studentised bootstrap. `table`: items x counts. One item has the whole range."""
+    """Wilson's interval for a rate, else the studentised bootstrap. `table` is items x counts. One item gets the whole
+    range."""
     n = len(table)
     intervals.require_sample(n)
     value = require_finite(metric, table)
@@ -138,7 +141,7 @@ def cautions(n: int) -> tuple[str, ...]:
 
 
 def require_finite(metric: Metric, table: Numbers) -> float:
-    """The metric's value; an infinite or undefined one would spoil every number beside it."""
+    """Requires the metric's value to be finite; an infinite or undefined one would spoil every number beside it."""
     if broken := int((~np.isfinite(table)).any(axis=1).sum()):
         problem = f"{metric.name}: the counts of {broken} of {len(table)} items are not finite"
         raise ValueError(f"{problem}; score such an item as nothing found")
@@ -160,7 +163,7 @@ def top_of(metric: Metric, table: Numbers, value: float) -> float | None:
 
 
 def item_weights(metric: Metric, table: Numbers) -> Numbers:
-    """How much each item counts: a long one weighs more if counts are summed."""
+    """The weight of each item: a long one weighs more if counts are summed."""
     match metric.aggregate:
         case "rate" | "mean":
             return np.ones(len(table))
@@ -174,7 +177,7 @@ def item_weights(metric: Metric, table: Numbers) -> Numbers:
 
 
 def effective(metric: Metric, table: Numbers) -> float:
-    """How many items of equal weight say as much (Kish)."""
+    """The number of items of equal weight that say as much (Kish)."""
     weights = item_weights(metric, table)
     squares = float((weights**2).sum())
     return max(1.0, float(weights.sum()) ** 2 / squares) if squares > 0 else float(len(table))

@@ -1,1 +1,1 @@
-"""One optimizer step, and the state that a step leaves behind. Nothing here reads a tensor on the host."""
+"""One optimizer step, and the state that it leaves behind. Nothing here reads a tensor on the host."""

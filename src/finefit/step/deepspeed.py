@@ -2,7 +2,7 @@
 
 DeepSpeed reduces, divides and updates; the step decides when a step ends, what its norm is and whether it is applied,
 as for every engine. DeepSpeed averages over ranks, so a loss is multiplied by their number. Gradients, weights and
-state are read and written where DeepSpeed keeps them: its own pickled checkpoints are not used.
+state are read and written where DeepSpeed keeps them; its own pickled checkpoints are not used.
 """
 
 import json
@@ -18,13 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from finefit import bounded
 from finefit.artifacts.atomic import write_text
+from finefit.artifacts.reading import is_there, read_document
 from finefit.artifacts.records import Levers
 from finefit.artifacts.stage_records import Stage
 from finefit.errors import SpecError
+from finefit.model.saved_weights import full_shape
 from finefit.objective.batch import Batch, Forward
 from finefit.spec.schema import AdamW, DeepSpeed, Engine
-from finefit.step.engine import Bind, MakeOptimizer, Peers, Root, ShardedEngine, Slots, full_shape
+from finefit.step.engine import Bind, MakeOptimizer, Peers, Root, ShardedEngine, Slots
 from finefit.step.levers import layers_of
 from finefit.vision import without_adapter
 
@@ -127,7 +130,7 @@ class ZeroEngine(ShardedEngine):
         self._engine.step()
 
     def _forget(self) -> None:
-        """The gradients of a step that was not applied."""
+        """Drops the gradients of a step that was not applied."""
         zero = self._zero
         zero.zero_grad(set_to_none=True)
         if self._divides_weights:
@@ -157,7 +160,7 @@ class ZeroEngine(ShardedEngine):
         self._deepspeed.utils.safe_set_local_fp32_param(parameter, self._own(parameter, whole))
 
     def _divide(self, parameter: nn.Parameter) -> None:
-        """What a forward has left gathered."""
+        """Divides weights again that a forward left gathered."""
         if any(p.numel() for p in (parameter, *self._outside)):
             self._zero.parameter_offload.partition_all_parameters()
 
@@ -212,7 +215,8 @@ class ZeroEngine(ShardedEngine):
 
 
 def _place(parameter: nn.Parameter) -> tuple[slice, slice] | None:
-    """Where this rank's part of a parameter under ZeRO-2 is: in the parameter, and in the rank's flat part."""
+    """The location of this rank's part of a parameter under ZeRO-2: within the parameter, and within the rank's flat
+    part."""
     place = parameter._hp_mapping  # type: ignore[attr-defined]
     if place is None:
         return None
@@ -224,11 +228,12 @@ def _place(parameter: nn.Parameter) -> tuple[slice, slice] | None:
 # precision, optimizer, clipping and schedule; a file that contradicts it is refused, with all contradictions at once.
 
 DEEPSPEED_FILE = "deepspeed.json"
-"""In the stage directory."""
+"""The file's name in the stage directory."""
 _BUCKET_VALUES = (25 << 20) // 4
-"""Of gradients in transit between ranks: 25 MiB in fp32, as planned. DeepSpeed's default is 2 GB."""
+"""The size of buckets of gradients in transit between ranks: 25 MiB in fp32, as planned. DeepSpeed's default is 2
+GB."""
 _LIVE_VALUES = 250_000_000
-"""Of weights that ZeRO-3 leaves whole because they are used again soon; 1 GB in fp32."""
+"""The number of weights that ZeRO-3 leaves whole because they are used again soon; 1 GB in fp32."""
 _AUTO = "auto"
 _SPECS = ("optimizer", "scheduler", "gradient_clipping", "fp16", "bf16", "amp", "torch_autocast", "data_types")
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -237,11 +242,11 @@ _FOREIGN = (
     *("compression_training", "progressive_layer_drop", "sequence_parallel_size", "tensor_parallel", "pipeline"),
     *("eigenvalue", "autotuning"),
 )
-"""What would change the numbers or the rows of a step, and has no key in the spec."""
+"""Keys that would change the numbers or the rows of a step and have no counterpart in the spec."""
 
 
 class DecidedValues(Protocol):
-    """What a file may contradict: fields of a stage, or before it exists of the spec and its forecast."""
+    """Decisions that a file may contradict: fields of a stage or, before it exists, of the spec and its forecast."""
 
     @property
     def engine(self) -> Engine: ...
@@ -258,10 +263,11 @@ class DecidedValues(Protocol):
 
 
 def open_config(folder: Path, stage: Stage, run: Path, *, writes: bool) -> dict[str, Any]:
-    """The one in the stage directory; made at the first start. The path of the user's own file is relative to `run`."""
+    """The config in the stage directory, which is written at the first start. The path of the user's own file is
+    relative to `run`."""
     path = folder / DEEPSPEED_FILE
-    if path.exists():
-        return _read(path)
+    if is_there(path):
+        return read_document(path)
     config = deepspeed_config(stage, user_config(stage.engine, run))
     if writes:
         write_text(path, json.dumps(config, indent=1) + "\n")
@@ -269,16 +275,18 @@ def open_config(folder: Path, stage: Stage, run: Path, *, writes: bool) -> dict[
 
 
 def user_config(engine: Engine, base: Path) -> dict[str, Any]:
-    """The user's file, empty where there is none; its path is relative to `base`."""
+    """The content of the user's file, empty if there is none. Its path is relative to `base`."""
     return _read(base / engine.config) if isinstance(engine, DeepSpeed) and engine.config is not None else {}
 
 
 def _read(path: Path) -> dict[str, Any]:
     remedy = "fix it, or leave engine.config out"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = bounded.read_json(path)
     except FileNotFoundError:
         raise SpecError(f"engine.config: there is no {path}", "its path is relative to the spec file") from None
+    except OSError as error:
+        raise SpecError(f"engine.config: {path} cannot be read: {error.strerror}", remedy) from None
     except ValueError as error:
         raise SpecError(f"engine.config: {path.name} is not JSON: {error}", remedy) from None
     if not isinstance(found, dict):
@@ -287,7 +295,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def deepspeed_config(stage: Stage, own: Mapping[str, Any]) -> dict[str, Any]:
-    """`own`: the user's file, kept where it does not contradict the spec."""
+    """`own` is the user's file, which is kept where it does not contradict the spec."""
     if odd := list(config_contradictions(stage, own)):
         raise SpecError(
             "engine.config contradicts the spec:\n" + "\n".join(f"  {line}" for line in odd),
@@ -345,11 +353,11 @@ def config_contradictions(stage: DecidedValues, own: Mapping[str, Any]) -> Itera
         if said not in (None, _AUTO) and not same:
             yield f"{key} is {json.dumps(said)}, {where} is {json.dumps(wanted)}"
     if own.get("scheduler") not in (None, {}):
-        yield "scheduler is given, the learning rate is that of schedule"
+        yield "scheduler is set, but schedule decides the learning rate"
     for key in _FOREIGN:
         value = own.get(key)
         if value and not (isinstance(value, Mapping) and value.get("enabled") is False) and value != 1:
-            yield f"{key} is given, and nothing in the spec asks for it"
+            yield f"{key} is set, but nothing in the spec requests it"
     for key in ("offload_optimizer", "offload_param"):
         device = _at(own, f"zero_optimization.{key}.device")
         if device not in (None, "none"):

@@ -34,11 +34,11 @@ class Engine(Protocol):
     the global count; `grad_norm` and `sum` are over all ranks too."""
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """`is_last`: of this rank's micro-batches; what is exchanged once per step is exchanged then."""
+        """`is_last` marks this rank's last micro-batch; what is exchanged once per step is exchanged then."""
         ...
 
     def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Those that exist, or this rank's shards of them, to be read and scaled in place."""
+        """The existing gradients, or this rank's shards of them, to be read and scaled in place."""
         ...
 
     def grad_norm(self, gradients: Sequence[Tensor]) -> Tensor: ...
@@ -51,11 +51,13 @@ class Engine(Protocol):
 
 
 class Layout(Protocol):
-    """Where weights and optimizer state are. Names are the bare model's and tensors are whole, so a checkpoint fits any
-    layout. All ranks gather what is sharded: every rank has to ask, for the same parameters in the same order."""
+    """Where weights and optimizer state are. Names are those of the bare model and tensors are whole, so a checkpoint
+    fits any layout. All ranks gather sharded tensors together, so every rank must call these for the same parameters in
+    the same order."""
 
     def around(self, bind: Bind) -> Forward:
-        """What `bind` makes, called with gathered weights. Before `prepare`, and again when the levers change."""
+        """The result of `bind`, called with gathered weights. Call it before `prepare`, and again when the levers
+        change."""
         ...
 
     def prepare(self, model: nn.Module, make_optimizer: MakeOptimizer) -> torch.optim.Optimizer: ...
@@ -123,14 +125,8 @@ class SingleProcessEngine:
 SINGLE_PROCESS = SingleProcessEngine()
 
 
-def full_shape(parameter: Tensor) -> torch.Size:
-    """Of a parameter that may be sharded: DeepSpeed leaves an empty one in its place."""
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
-
-
 class Root(nn.Module):
-    """Its forward is the function that it is given, so that the hooks of a sharding engine run around that function."""
+    """A module whose forward is the given function, so that the hooks of a sharding engine run around that function."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -147,7 +143,7 @@ def summed(value: Tensor) -> Tensor:
 
 
 class ShardedEngine(SingleProcessEngine):
-    """What engines whose ranks hold shards of the gradients have in common."""
+    """The part that engines share if their ranks hold shards of the gradients."""
 
     def __init__(self, peers: Peers, device: str) -> None:
         self._peers, self._device = peers, device
@@ -182,7 +178,8 @@ class DdpEngine(SingleProcessEngine):
         return make_optimizer(model)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """A tensor that no rank reached stays without gradient; if only some did not (an unused expert), they add 0."""
+        """A tensor that no rank reached stays without gradient; if only some ranks did not (an unused expert), they add
+        0."""
         super().backward(loss, is_last=is_last)
         if not is_last:
             return
@@ -200,7 +197,7 @@ class DdpEngine(SingleProcessEngine):
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one dtype, enough of them that a message is worth its latency; a larger tensor goes alone."""
+    """Groups neighbouring tensors of one dtype until a message is worth its latency; a larger tensor is sent alone."""
     bucket: list[Tensor] = []
     for gradient in gradients:
         is_full = sum(g.nbytes for g in bucket) + gradient.nbytes > _BUCKET_BYTES
@@ -229,7 +226,8 @@ class FsdpEngine(ShardedEngine):
     needs it again and again. Every micro-batch is summed into the shards at once: no whole gradient ever waits."""
 
     def __init__(self, peers: Peers, *, device: str, compute: torch.dtype | None = None) -> None:
-        """`compute`: the dtype that weights are gathered in; None: their own. Gradients are summed in their own."""
+        """`compute` is the dtype that weights are gathered in; None keeps their own. Gradients are summed in their own
+        dtype."""
         super().__init__(peers, device)
         self._policy = MixedPrecisionPolicy(
             param_dtype=compute, reduce_dtype=torch.float32 if compute else None, cast_forward_inputs=False
@@ -286,7 +284,7 @@ class FsdpEngine(ShardedEngine):
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's shard, as FSDP2 and ZeRO-3 divide; the tensor itself where it is whole."""
+    """This rank's shard, as FSDP2 and ZeRO-3 divide; the tensor itself if it is whole."""
     part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else getattr(tensor, "ds_tensor", tensor)
     return part
 
@@ -296,7 +294,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _divided(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Like the parameter; every rank has the whole value and takes its own shard without communication."""
+    """Divided as the parameter is. Every rank has the whole value and takes its own shard without communication."""
     assert isinstance(parameter, DTensor)
     moved = value.to(device=parameter.device, dtype=value.dtype)
     return distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=None)

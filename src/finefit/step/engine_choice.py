@@ -1,4 +1,4 @@
-"""The engine that a stage names, among these ranks."""
+"""Makes the engine that a stage names, for these ranks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +15,8 @@ from finefit.step.engine import SINGLE_PROCESS, DdpEngine, FsdpEngine, Peers, Tr
 
 
 def make_engine(stage: Stage, peers: Peers, *, folder: Path, run: Path) -> TrainEngine:
-    """`folder`: of the stage; `run`: of its run. Then `engine.around(...)` binds the model, and `engine.prepare(...)`
-    shards it and makes its optimizer, before a checkpoint is restored."""
+    """`folder` is that of the stage, `run` that of its run. After this, `engine.around(...)` binds the model, and
+    `engine.prepare(...)` shards it and makes its optimizer, before a checkpoint is restored."""
     if peers.size == 1:  # nothing to share, whatever the engine
         return SINGLE_PROCESS
     require_possible(stage)
@@ -39,7 +39,7 @@ def make_engine(stage: Stage, peers: Peers, *, folder: Path, run: Path) -> Train
 
 
 def loads_on(stage: Stage, *, num_ranks: int) -> str:
-    """The device that weights are loaded on: sharded ones are moved part by part, so that no card holds all of them."""
+    """The device that weights are loaded on. Sharded ones are moved part by part, so that no card holds all of them."""
     return "cpu" if num_ranks > 1 and divides_weights(stage.engine) else stage.device
 
 
@@ -54,7 +54,7 @@ def require_possible(stage: Stage) -> None:
 
 
 def engine_problems(engine: Engine, tuning: Tuning, optimizer: AdamW, levers: Levers) -> Iterator[Finding]:
-    """What the engine cannot do with the rest of a stage: errors, each with its remedy."""
+    """Errors for the settings of a stage that its engine does not support, each with its remedy."""
     name, is_zero3 = engine.kind, isinstance(engine, DeepSpeed) and engine.stage == 3
     if levers.update == "inside" and not isinstance(engine, Single):
         problem = f"levers.update inside needs the whole gradient in backward, and engine.kind {name} sums it later"

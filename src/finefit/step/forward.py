@@ -23,13 +23,13 @@ from finefit.artifacts.records import Levers
 from finefit.errors import ModelError, SpecError
 from finefit.model.adapter import as_reference, freeze_reference
 from finefit.model.attention import run_backbone
-from finefit.model.experts import record_routing, routers_of, top_k_of
+from finefit.model.experts import product_dtype, record_routing, routers_of, top_k_of
 from finefit.model.family import Watch, family_of
 from finefit.objective import losses
 from finefit.objective.batch import Batch, Forward, Objective
 from finefit.spec import schema
 from finefit.spec.models import Lora, Tuning
-from finefit.step.fused import FusedKernels, product_dtype
+from finefit.step.fused import FusedKernels
 from finefit.vision import vision_forward_in, without_adapter
 
 
@@ -42,8 +42,9 @@ def bind(
     kernels: FusedKernels | None = None,
     watch: Watch = lambda call: call,
 ) -> Forward:
-    """`loss_chunk`: supervised tokens that have logits at a time; None: all at once. They are recomputed in backward,
-    or, where it is fused and the head is frozen, their gradients are computed at once."""
+    """`loss_chunk` is the number of supervised tokens that have logits at a time; None means all at once. Chunks are
+    recomputed in backward; if the loss is fused and the head is frozen, their gradients are computed at once
+    instead."""
     if (own := family_of(model).own_forward(autocast, watch)) is not None:
         return own
     causal = without_adapter(model)
@@ -104,7 +105,7 @@ _VIEWS = {
     *("ViewBackward0", "UnsafeViewBackward0", "TBackward0", "SliceBackward0"),
     *("SqueezeBackward1", "UnsqueezeBackward0", "AliasBackward0", "AccumulateGrad"),
 }
-"""Nodes between hidden states and logits that change no number."""
+"""Autograd nodes between hidden states and logits that change no number."""
 
 
 def _nodes(last: Any) -> set[str]:
@@ -120,7 +121,7 @@ def _nodes(last: Any) -> set[str]:
 
 
 class _LanguageOutput:
-    """The language tower's output in place of the backbone's: None for fields that only the backbone adds."""
+    """The language tower's output in place of the backbone's; fields that only the backbone adds are None."""
 
     def __init__(self, **answered: Any) -> None:
         self._answered: Mapping[str, Any] = answered
@@ -133,7 +134,7 @@ class _LanguageOutput:
 
 
 class _FixedOutput(nn.Module):
-    """In the backbone's place, with all other attributes of the backbone: Falcon-H1 scales its logits by one."""
+    """Takes the backbone's place and keeps its other attributes: Falcon-H1 scales its logits by one of them."""
 
     def __init__(self, output: Any, backbone: nn.Module) -> None:
         super().__init__()
@@ -148,8 +149,8 @@ class _FixedOutput(nn.Module):
 
 
 def logits_after(causal: nn.Module, hidden_BTH: Tensor, answer: Callable[..., Any] = _LanguageOutput) -> Tensor:
-    """What the code after the backbone computes from these. `answer` makes the backbone's output of them; the default
-    is that of a vision-language model outside training."""
+    """The logits that the code after the backbone computes from these hidden states. `answer` wraps them as the
+    backbone's output; the default is that of a vision-language model outside training."""
     name = str(causal.base_model_prefix)
     backbone = getattr(causal, name)
     setattr(causal, name, _FixedOutput(answer(last_hidden_state=hidden_BTH), backbone))
@@ -161,24 +162,26 @@ def logits_after(causal: nn.Module, hidden_BTH: Tensor, answer: Callable[..., An
 
 
 def autocast_for(device: str, precision: str, *, with_cache: bool = True) -> AbstractContextManager[Any]:
-    """fp16 also needs a loss scale. `with_cache`: the cast of a trained weight is kept to the end of a forward."""
+    """The autocast of a precision; fp16 also needs a loss scale. `with_cache` keeps the cast of a trained weight to the
+    end of a forward."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device, dtype=dtype, cache_enabled=with_cache)
 
 
 def keeps_casts(tuning: Tuning, levers: Levers) -> bool:
-    """Not where full weights are trained and layers are recomputed: the casts would be a second copy of all weights."""
+    """False if full weights are trained and layers are recomputed, because the casts would be a second copy of all
+    weights."""
     return isinstance(tuning, Lora) or levers.recompute == 0
 
 
 def head_logprobs(
     hidden_NH: Tensor, head: nn.Linear, targets_N: Tensor, *, chunk: int, kernels: FusedKernels | None
 ) -> Tensor:
-    """Through a frozen head, with the gradient computed in the same pass: each chunk's logits exist once and are never
-    recomputed. A token's log-probability depends on its own hidden state alone, so its derivative is kept instead of
-    the logits and multiplied in backward by the weight that the objective gives the token.
+    """Log-probabilities through a frozen head, with the gradient computed in the same pass: each chunk's logits exist
+    once and are never recomputed. A token's log-probability depends on its own hidden state alone, so its derivative is
+    kept instead of the logits and multiplied in backward by the weight that the objective gives the token.
 
-    Without gradients the numbers are the same, bit for bit: a reference is computed as the policy is."""
+    Without gradients the numbers are the same, bit for bit, because a reference is computed as the policy is."""
     if torch.is_grad_enabled() and hidden_NH.requires_grad:
         found: Tensor = _Head.apply(hidden_NH, head.weight, targets_N, chunk, kernels)  # type: ignore[no-untyped-call]
         return found
@@ -194,7 +197,7 @@ def _losses(
     kernels: FusedKernels | None,
     derivatives_NH: Tensor | None,
 ) -> Tensor:
-    """Chunk by chunk; fills the derivatives if they are given."""
+    """Losses, chunk by chunk; fills the derivatives if they are given."""
     dtype = product_dtype(hidden_NH)
     weight = weight_VH.to(dtype)
     cross_entropy_of = _cross_entropy_ if kernels is None else kernels.cross_entropy
@@ -229,7 +232,7 @@ class _Head(torch.autograd.Function):
 
 
 def _cross_entropy_(logits_CV: Tensor, targets_C: Tensor) -> Tensor:
-    """Losses in fp32; the logits become their derivatives."""
+    """Losses in fp32; overwrites the logits with their derivatives."""
     scores_CV = logits_CV.to(torch.float32)
     scale_C1 = scores_CV.logsumexp(-1, keepdim=True)
     at_C1 = targets_C.unsqueeze(1)
@@ -278,7 +281,8 @@ def trained_routers(model: nn.Module) -> list[nn.Module]:
 
 
 def keep_reference_copy(asked: schema.Objective, tuning: Tuning, model: nn.Module) -> None:
-    """Before a checkpoint is restored: of an adapter that is trained further. A new one is disabled for a reference."""
+    """Keeps a copy of an adapter that is trained further, before a checkpoint is restored. A new adapter needs none: it
+    is disabled for the reference."""
     continues = isinstance(tuning, Lora) and tuning.adapter is not None
     if isinstance(asked, schema.Dpo) and continues and not is_reference_cached(asked, tuning):
         assert isinstance(model, peft.PeftModel)
@@ -286,12 +290,13 @@ def keep_reference_copy(asked: schema.Objective, tuning: Tuning, model: nn.Modul
 
 
 def is_reference_cached(asked: schema.Objective, tuning: Tuning) -> bool:
-    """Whether it is computed before the first step, which the starting weights without an adapter do not survive."""
+    """Whether the reference is computed before the first step: by choice, or because training changes the starting
+    weights themselves."""
     return isinstance(asked, schema.Dpo) and (asked.reference == "cached" or not isinstance(tuning, Lora))
 
 
 def starting_reference(model: nn.Module, forward: Forward) -> losses.Reference:
-    """The same weights without what training adds: never a second model."""
+    """The same weights without the trained adapter; there is never a second model."""
 
     def reference(batch: Batch) -> Tensor:
         with eval_without_grad(model), as_reference(model):

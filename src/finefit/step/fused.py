@@ -19,21 +19,22 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama
 
 from finefit.errors import SpecError
+from finefit.model.experts import product_dtype
 
 _DENSE = ("Linear", "Linear4bit", "Nf4Linear")
-"""Layers whose output is the product with their weight: torch's own, and those in four bits."""
+"""Layers whose output is the product with their weight: torch's own, and 4-bit ones."""
 Dense = Callable[[nn.Module], Tensor]
-"""A frozen layer's weight as a matrix, quantised or not."""
+"""Returns a frozen layer's weight as a matrix, quantised or not."""
 Weight = Callable[[], Tensor]
-"""The same of one layer."""
+"""The same for one layer."""
 
 
 class LeverForward(partial[Any]):
-    """A module's forward while a lever is pulled; recognised by its type when the lever is released."""
+    """A module's forward while a lever is pulled; its type identifies it when the lever is released."""
 
 
 class FusedKernels(Protocol):
-    """Kernels that replace torch's own operations on a card. Those of backward may write into their inputs."""
+    """Kernels that replace torch's own operations on a card. The backward kernels may overwrite their inputs."""
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, *, is_gemma: bool) -> tuple[Tensor, Tensor]:
         """The output and, in fp32, the reciprocal root mean square of each token."""
@@ -42,7 +43,7 @@ class FusedKernels(Protocol):
     def norm_backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, is_gemma: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """With the weight's gradient only where it requires one."""
+        """Includes the weight's gradient only if it is required."""
         ...
 
     def gate(self, gate: Tensor, up: Tensor) -> Tensor: ...
@@ -50,7 +51,7 @@ class FusedKernels(Protocol):
     def gate_backward(self, gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """In place."""
+        """Rotates in place."""
         ...
 
     def rotate_backward(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]: ...
@@ -61,7 +62,7 @@ class FusedKernels(Protocol):
 
 
 def kernels_here(device: str) -> FusedKernels | None:
-    """None where there is no card."""
+    """None without a card."""
     if device != "cuda":
         return None
     if importlib.util.find_spec("liger_kernel") is None:
@@ -83,8 +84,8 @@ def dense_weight(layer: nn.Module) -> Tensor:
 
 
 def fuse(model: nn.Module, kernels: FusedKernels | None, dense: Dense, again: Collection[nn.Module] = ()) -> None:
-    """`kernels` is None where only torch's own operations exist; adapters are single nodes there too. `again`: modules
-    that are recomputed in backward."""
+    """`kernels` is None if only torch's own operations exist; adapters are single nodes there too. `again` holds the
+    modules that are recomputed in backward."""
     recomputed = {id(module) for layer in again for module in layer.modules()}
     for module in model.modules():
         if isinstance(module, LoraLayer) and type(module).__name__ in _DENSE:
@@ -94,7 +95,7 @@ def fuse(model: nn.Module, kernels: FusedKernels | None, dense: Dense, again: Co
 
 
 def release(model: nn.Module) -> None:
-    """Gives every module the forward of its class again."""
+    """Gives every module the forward of its class back."""
     for module in model.modules():
         if isinstance(vars(module).get("forward"), LeverForward):
             del module.forward
@@ -118,7 +119,7 @@ def _known(module: nn.Module, kernels: FusedKernels) -> LeverForward | None:
 
 
 def _same(code: CodeType, other: CodeType) -> bool:
-    """Instruction for instruction; docstrings do not matter."""
+    """Whether two functions are the same, instruction for instruction; docstrings do not matter."""
 
     def read(code: CodeType) -> tuple[Any, ...]:
         constants = tuple(value for value in code.co_consts if not isinstance(value, str))
@@ -128,7 +129,7 @@ def _same(code: CodeType, other: CodeType) -> bool:
 
 
 def _lora(layer: Any, dense: Dense, is_apart: bool, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """As peft computes it; anything but a single plain adapter is left to peft."""
+    """Computes what peft computes; anything but a single plain adapter is left to peft."""
     name = _plain_adapter(layer)
     if name is None or args or kwargs:
         found: Tensor = type(layer).forward(layer, x, *args, **kwargs)
@@ -222,9 +223,9 @@ class _Whole(torch.autograd.Function):
 
 
 class _Adapter(torch.autograd.Function):
-    """All that backward needs, and an empty output. The product is a separate node after this one: torch stops
-    recomputing a layer once all saved tensors are there, so the layer's last product is never computed again. The empty
-    output takes no memory; its gradient is that of the real one."""
+    """Saves everything that backward needs and returns an empty output. The product is a separate node after this one:
+    torch stops recomputing a layer once all saved tensors are there, so the layer's last product is never computed
+    again. The empty output takes no memory; its gradient is that of the real one."""
 
     @staticmethod
     def forward(
@@ -263,11 +264,6 @@ class _Product(torch.autograd.Function):
         return gradient_NO, None, None, None, None, None
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 def _norm(kernels: FusedKernels, module: Any, eps: str, is_gemma: bool, x: Tensor) -> Tensor:
     if x.dtype != module.weight.dtype:  # the module's output would have the wider of the two
         found: Tensor = type(module).forward(module, x)
@@ -298,7 +294,7 @@ def _gated(kernels: FusedKernels, mlp: Any, x: Tensor) -> Tensor:
 
 
 class _Gate(torch.autograd.Function):
-    """silu(gate) * up. Nothing else holds the two, so their gradients overwrite them."""
+    """silu(gate) * up. Nothing else refers to the two inputs, so their gradients overwrite them."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: FusedKernels) -> Tensor:
@@ -327,7 +323,7 @@ def _with_rotation(forward: FunctionType, kernels: FusedKernels) -> FunctionType
 
 
 class _Rotation(torch.autograd.Function):
-    """Of queries and keys as they come from their projections, which nothing else holds."""
+    """Rotates queries and keys as they come from their projections; nothing else refers to them."""
 
     @staticmethod
     def forward(

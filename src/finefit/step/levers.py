@@ -1,7 +1,7 @@
-"""The exact levers applied to a model: what is kept, recomputed or offloaded. The gradient does not change.
+"""Applies the exact levers to a model: what is kept, recomputed or offloaded. The gradient does not change.
 
-Offloaded layer inputs wait in pinned host memory between forward and backward, with copies beside the computation: one
-tensor is on its way out while the next layer computes, one on its way back while the layer after it does. Both
+Offloaded layer inputs wait in pinned host memory between forward and backward, and copies overlap with computation: one
+tensor is on its way out while the next layer computes, and one on its way back while the layer after it does. Both
 directions wait for events and never for the host. Layers come back in reverse order.
 """
 
@@ -26,7 +26,7 @@ from finefit.vision import tower_of, vision_forward_in, without_adapter
 
 
 class ActivationStore(Protocol):
-    """Where a layer's input waits between forward and backward."""
+    """Stores a layer's input between forward and backward."""
 
     def put(self, tensor: Tensor) -> Callable[[], Tensor]: ...
 
@@ -41,7 +41,7 @@ class _Waiting:
 
 
 class PinnedMemory:
-    """Buffers are kept for the next step: pinning costs more than copying."""
+    """Buffers are kept for the next step, because pinning costs more than copying."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -111,7 +111,7 @@ class PinnedMemory:
         return self._streams[device]
 
     def _buffer(self, tensor: Tensor) -> Tensor:
-        """The smallest free one that is large enough; else a new one, which replaces the largest free one."""
+        """The smallest free buffer that is large enough; else a new one, which replaces the largest free one."""
         num_bytes = tensor.numel() * tensor.element_size()
         large = [at for at, held in enumerate(self._free) if held.numel() >= num_bytes]
         if large:
@@ -141,7 +141,7 @@ _ATTENTION = [
     torch.ops.aten._flash_attention_forward.default,
 ]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""Around a layer's forward, and around its recomputation."""
+"""Contexts around a layer's forward and around its recomputation."""
 
 
 def apply_levers(
@@ -151,7 +151,7 @@ def apply_levers(
     kernels: FusedKernels | None = None,
     dense: Dense = dense_weight,
 ) -> None:
-    """May be called again with other levers. `kernels`: the fused ones of this device."""
+    """May be called again with other levers. `kernels` are the fused ones of this device."""
     family = family_of(model)
     layers: list[Any] = family.layers()
     if levers.recompute > len(layers):
@@ -191,7 +191,8 @@ def apply_levers(
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Those that levers count: a vision-language model's in its language tower, a custom model's as it names them."""
+    """The layers that levers count: in a vision-language model, those of its language tower; in a custom model, those
+    that it names."""
     return family_of(model).layers()
 
 
@@ -200,7 +201,7 @@ def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def other_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """Those of the other towers of a vision-language model."""
+    """The layers of a vision-language model's other towers."""
     vision_forward = vision_forward_in(model)
     return [
         module
@@ -212,7 +213,8 @@ def other_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 
 def _recomputed_others(model: nn.Module, levers: Levers) -> list[GradientCheckpointingLayer]:
-    """Where any layer is recomputed: all from the first with a trained tensor. Those before it keep nothing anyway."""
+    """If any layer is recomputed, all others from the first with a trained tensor on. Those before it keep nothing
+    anyway."""
     others = other_layers(model) if levers.recompute else []
     trained = (at for at, layer in enumerate(others) if any(p.requires_grad for p in layer.parameters()))
     return others[next(trained, len(others)) :]
@@ -228,7 +230,7 @@ def _recomputation(levers: Levers, store: ActivationStore) -> Callable[..., Any]
 def _offloaded(
     contexts: Callable[[], Contexts], store: ActivationStore, layer: Callable[..., Any], hidden: Tensor, *rest: Any
 ) -> Any:
-    """The first call takes the input itself, the call in backward takes the stored one."""
+    """The first call takes the input itself, the call in backward the stored one."""
     given, requires_grad = [hidden], hidden.requires_grad
     fetch = store.put(hidden.detach())
 
@@ -246,7 +248,7 @@ def _offloaded(
 
 @contextmanager
 def _refilled(given: list[Tensor], fetch: Callable[[], Tensor], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """Fetched before `inner` begins, which would take the copy for an operation of the layer."""
+    """Fetches before `inner` begins, which would otherwise treat the copy as an operation of the layer."""
     given.append(fetch())
     with inner:
         yield

@@ -69,7 +69,7 @@ class LigerKernels:
         return found[0], found[1]
 
     def cross_entropy(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-        """In two passes over the logits; nothing is read on the host."""
+        """Takes two passes over the logits; nothing is read on the host."""
         num_rows, num_columns = logits_NV.shape
         losses_N = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
         block = min(_BLOCK, triton.next_power_of_2(num_columns))

@@ -20,15 +20,15 @@ from finefit.step.engine import SINGLE_PROCESS, Engine
 
 _LOSS = "loss"
 Decide = Callable[[Tensor], bool]
-"""Given whether loss and gradient are finite, says whether the update is applied."""
+"""Given whether loss and gradient are finite, decides whether the update is applied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
     loss: Tensor
-    """Mean over what the objective counts in the global batch."""
+    """The mean over what the objective counts in the global batch."""
     grad_norm: Tensor
-    """Before clipping."""
+    """The norm before clipping."""
     applied: bool
     measures: dict[str, Tensor]
     """Further means of the objective."""
@@ -51,9 +51,9 @@ def optimizer_step(
     """loss = sum over what the objective counts / their number in the *global* batch, so any split into micro-batches
     gives the same gradient.
 
-    `count`: that number over all ranks; None where these batches are all. `loss_scale`: for fp16, divided out again
-    before anything is read. `idle`: run after the others with weight zero, so that every rank runs as many
-    micro-batches as the one with most. `update`: of all tensors after backward, or of each inside it, where nothing is
+    `count` is that number over all ranks; None if these batches are all. `loss_scale` is for fp16 and divided out again
+    before anything is read. `idle` micro-batches run after the others with weight zero, so that every rank runs as many
+    as the rank with the most. `update` covers all tensors after backward, or each tensor inside it if nothing is
     clipped or accumulated."""
     whole = sum(objective.count(batch) for batch in batches) if count is None else count
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -106,11 +106,11 @@ def _accumulate(
 
 @contextmanager
 def _updated_inside(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor]]:
-    """Each tensor is updated as soon as its gradient is complete, and the gradient is freed before the next one is
-    computed. Yields the list of the gradients' norms, one for each tensor.
+    """Updates each tensor as soon as its gradient is complete and frees the gradient before the next one is computed.
+    Yields the list of the gradients' norms, one for each tensor.
 
-    A gradient that is not finite leaves its own tensor alone without being read on the host, and `decide` only reports
-    it; other tensors may have been updated by then."""
+    A gradient that is not finite leaves its own tensor unchanged without being read on the host, and `decide` only
+    reports it; other tensors may have been updated by then."""
     if not isinstance(optimizer, torch.optim.AdamW):
         problem = "levers.update: inside needs optimizer.kind adamw, whose kernel skips gradients that are not finite"
         raise SpecError(problem, "--set levers.update=after")
@@ -138,7 +138,8 @@ def _updated_inside(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Pa
 def learning_rate(
     step: int, *, peak: float, kind: Literal["cosine", "linear", "constant"], total_steps: int, warmup_steps: int
 ) -> float:
-    """Of step `step`, counted from 0; a pure function, so nothing is saved. Cosine and linear fall towards 0."""
+    """The rate of step `step`, counted from 0. It is a pure function, so nothing is saved. Cosine and linear fall
+    towards 0."""
     if step < warmup_steps:
         return peak * ((step + 1) / warmup_steps)
     done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
@@ -156,7 +157,7 @@ def learning_rate(
 
 _START = 2.0**16
 _LARGEST = 2.0**24
-"""Far above what any gradient allows; without it the scale would grow forever where gradients are exactly zero."""
+"""Far above what any gradient allows. Without a limit, the scale would grow forever if gradients are exactly zero."""
 _GOOD_STEPS = 2000
 
 
@@ -176,5 +177,5 @@ def scale_after_overflow(scale: LossScale) -> LossScale:
 
 
 def can_lower_scale(scale: LossScale) -> bool:
-    """Whether the scale may have caused an overflow; at 1 the model did."""
+    """Whether the scale may have caused an overflow; at scale 1 the model did."""
     return scale.scale > 1

@@ -1,4 +1,5 @@
-"""Optimizer state and random numbers as named tensors, restored bit for bit; proof that frozen weights are."""
+"""Optimizer state and random numbers as named tensors, restored bit for bit, and the proof that frozen weights have not
+changed."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from finefit.errors import FinefitError, RunError, SpecError
+from finefit.model.saved_weights import full_shape
 from finefit.spec.schema import AdamW
-from finefit.step.engine import SINGLE_PROCESS, Layout, full_shape, local_part
+from finefit.step.engine import SINGLE_PROCESS, Layout, local_part
 
 OPTIMIZER = "finefit_optimizer.safetensors"
 RNG = "finefit_rng.safetensors"
@@ -20,7 +22,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
 
 
 def make_optimizer(model: nn.Module, spec: AdamW, *, device: str = "cpu") -> torch.optim.Optimizer:
-    """Weight decay is for matrices, not biases and norms. On a card the update is one kernel without temporaries."""
+    """Weight decay applies to matrices, not to biases and norms. On a card the update is one kernel without
+    temporaries."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": spec.weight_decay},
@@ -67,7 +70,7 @@ def save_state(
     gathered: dict[str, Tensor] | None = None,
     random_of_ranks: Sequence[dict[str, Tensor]] | None = None,
 ) -> None:
-    """`gathered` and `random_of_ranks`: the optimizer's tensors and the random numbers of several ranks."""
+    """`gathered` and `random_of_ranks` are the optimizer's tensors and the random numbers of several ranks."""
     tensors = optimizer_tensors(model, optimizer) if gathered is None else gathered
     shared = {name for name in tensors if name.rsplit("/", 1)[1] in _SHARED}
     apart = {name: t.clone() if name in shared else t.contiguous() for name, t in tensors.items()}
@@ -82,7 +85,8 @@ def save_state(
 def restore_state(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, layout: Layout = SINGLE_PROCESS, *, rank: int = 0
 ) -> None:
-    """Written by any number of ranks under any layout. A rank that did not exist then keeps its random numbers."""
+    """Restores a state written by any number of ranks under any layout. A rank that did not exist then keeps its random
+    numbers."""
     slots_of: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for key, tensor in load_file(folder / OPTIMIZER).items():
         name, slot = key.rsplit("/", 1)
@@ -133,7 +137,7 @@ def restore_random(tensors: dict[str, Tensor]) -> None:
 
 
 def state_bytes(model: nn.Module) -> int:
-    """Of AdamW's two moments, whether they exist yet or not."""
+    """The bytes of AdamW's two moments, whether they exist yet or not."""
     return sum(2 * full_shape(p).numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
@@ -143,18 +147,20 @@ def state_bytes(model: nn.Module) -> int:
 
 _WORD = 8
 _PIECE_BYTES = 8 << 20
-"""Summed at once; temporaries take a few times that."""
+"""The number of bytes summed at once; temporaries take a few times that."""
 _ODD, _FACTOR = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 _SHIFT = 29
 _WITHOUT_SIGN = (1 << (64 - _SHIFT)) - 1
-"""Of a word shifted right: torch fills with the sign, which would make a word and its complement equal."""
+"""Clears the sign of a word shifted right: torch fills with the sign, which would make a word and its complement
+equal."""
 
 FrozenSums = dict[str, str]
-"""Kind, shape and checksum of frozen tensors by name."""
+"""Kind, shape and checksum of frozen tensors, by name."""
 
 
 def frozen_checksums(model: nn.Module) -> FrozenSums:
-    """With the scales of quantised weights, and of a sharded tensor this rank's shard. The device is read once."""
+    """Includes the scales of quantised weights and, for a sharded tensor, this rank's shard. The device is read
+    once."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()  # a tensor with two names comes once
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -170,7 +176,7 @@ def frozen_checksums(model: nn.Module) -> FrozenSums:
 
 
 def require_frozen_unchanged(before: FrozenSums, model: nn.Module) -> bool | None:
-    """None where nothing is frozen. A frozen tensor that changed is a bug of finefit or of a library."""
+    """None if nothing is frozen. A frozen tensor that changed is a bug of finefit or of a library."""
     after = frozen_checksums(model)
     if moved := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
         names = ", ".join(moved[:5]) + (f" and {len(moved) - 5} more" if len(moved) > 5 else "")
@@ -187,7 +193,7 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def _words(piece: Tensor) -> Tensor:
-    """Padded with zeros; a copy, since a tensor need not be aligned to words."""
+    """The bytes as 64-bit words, padded with zeros. They are copied, because a tensor need not be aligned to words."""
     whole = torch.zeros(-(-piece.numel() // _WORD) * _WORD, dtype=torch.uint8, device=piece.device)
     whole[: piece.numel()] = piece
     return whole.view(torch.int64)

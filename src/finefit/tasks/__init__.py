@@ -1,4 +1,4 @@
-"""What an answer is worth: a task reads the result from a reply and counts what was found. `make` has all tasks."""
+"""Tasks score answers: a task reads the result from a reply and counts what was found. `tasks.make` lists all tasks."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,12 +10,12 @@ from finefit.stats.metrics import Metric, value
 
 
 class NoResult(Exception):
-    """The reply holds no result, for this reason; the item counts as nothing found."""
+    """The reply has no result, for this reason; the item counts as nothing found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likelihood:
-    """Of a given answer after the prompt of an item."""
+    """The likelihood of a given answer after the prompt of an item."""
 
     text: str
     logprob: float
@@ -35,13 +35,13 @@ class Reply:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredReply:
     extracted: Any
-    """Plain data that a JSON record can hold."""
+    """Plain data that a JSON record can store."""
     counts: Mapping[str, float]
     """Everything that the task's metrics are computed from."""
     reference: str | None = None
-    """The one that the reply was compared with, where an item has several."""
+    """The reference that the reply was compared with, if an item has several."""
     failure: str | None = None
-    """Why a part of it holds no result, where the rest still counts."""
+    """Why a part of the reply has no result while the rest still counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,23 +50,23 @@ class Task:
     metrics: tuple[Metric, ...]
     """The first one is the task's main score."""
     read: Callable[[Reply, Row], ScoredReply]
-    """Raises NoResult; the item then has the counts of `nothing`."""
+    """Reads the counts from a reply. After a NoResult the item has the counts of `nothing`."""
     nothing: Callable[[Row], Mapping[str, float]]
     """The counts of an item in which nothing was found: everything that was to be found still counts."""
     require: Callable[[Row], object]
-    """Raises NoResult where a row cannot be an item, such as one whose reference cannot be read."""
+    """Raises NoResult if a row cannot be an item, for example because its reference cannot be read."""
     generates: bool = True
     candidates: Callable[[Row], tuple[Sequence[str], Sequence[str]]] = lambda _: ((), ())
     """Right and wrong answers whose likelihoods the task needs."""
     window: int = 2048
     """Tokens of plain text whose likelihood is computed together; a longer text is cut into windows."""
     finish: Callable[[Sequence[tuple[Row, Reply]]], Sequence[Mapping[str, float]]] | None = None
-    """Further counts of every item, once all are answered: those that a model of the task's own computes."""
+    """Further counts of every item, once all are answered, such as those of a model that the task itself runs."""
     signature: Mapping[str, str] = field(default_factory=dict)
     """Settings and versions that the numbers depend on."""
 
     def scores(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Of one item, as far as it is counted: the counts of `finish` come last."""
+        """The scores of one item, from its counts so far; the counts of `finish` come last."""
         return {metric.name: value(metric, [counts]) for metric in self.metrics if counts.keys() >= set(metric.counts)}
 
 
@@ -80,11 +80,11 @@ def against_references(
     best_of_each: bool = False,
     **more: Any,
 ) -> Task:
-    """Extracts the same from answer and references, and counts what the nearest reference gives; of equally near ones
-    the one trained on.
+    """Extracts the same from answer and references, and counts what the nearest reference gives; on a tie, the one
+    trained on.
 
-    `nothing`: the counts of a reference for which nothing was found; by default all zero. `best_of_each`: every count
-    is the highest that any reference gives, instead of all being those of the nearest."""
+    `nothing` is the counts of a reference for which nothing was found; by default all zero. With `best_of_each`, every
+    count is the highest that any reference gives, instead of all counts coming from the nearest."""
     names = tuple(dict.fromkeys(count for metric in metrics for count in metric.counts))
 
     def references(row: Row) -> dict[str, Any]:
@@ -114,12 +114,12 @@ def against_references(
 
 
 def distinct(texts: Iterable[str]) -> tuple[str, ...]:
-    """In their order, without empty ones."""
+    """The distinct values in their order, without empty ones."""
     return tuple(dict.fromkeys(text.strip() for text in texts if text.strip()))
 
 
 def right_answers(row: Row) -> tuple[str, ...]:
-    """The one trained on first."""
+    """The right answers, the one trained on first."""
     return distinct((row.answer, *row.references))
 
 
@@ -135,6 +135,6 @@ def require_wrong(row: Row) -> None:
 
 
 def require_finite(reply: Reply) -> None:
-    """Weights that have diverged prefer nothing: such numbers have no order."""
+    """Refuses values that are not finite: they have no order, because weights that have diverged prefer nothing."""
     if not all(math.isfinite(found.logprob) for found in (*reply.right, *reply.wrong)):
         raise NoResult("the model's probabilities are not finite")

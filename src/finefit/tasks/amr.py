@@ -1,6 +1,7 @@
 """AMR parsing: a sentence becomes prompt and answer by a method, and answers are scored by Smatch over all pairs.
 
-An answer without a graph matches nothing and adds no triples of its own, and the gold's triples still count."""
+An answer without a graph matches nothing and adds no triples of its own, but the gold's triples still count.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -37,7 +38,7 @@ _MENDED_METRICS = (
 
 
 def skeleton(root: Node) -> str:
-    """The graph without variables: a node is its concept, and a node that is met again is its concept once more."""
+    """The graph without variables: a node is its concept, and a repeated node is its concept once more."""
     named = {node.variable: node.concept for node in nodes(root)}
 
     def written(target: Node | str) -> str:
@@ -49,12 +50,12 @@ def skeleton(root: Node) -> str:
 
 
 def concepts(root: Node) -> str:
-    """One line for each node, in the order in which they are written."""
+    """One line for each node, in the order in which nodes are written."""
     return "\n".join(f"concept_{number} | {node.concept}" for number, node in enumerate(nodes(root), start=1))
 
 
 def relations(root: Node) -> str:
-    """Lines of concept, role with its colon, concept or constant; in the order in which they are written."""
+    """Lines of concept, role with its colon, concept or constant, in the order in which they are written."""
     named = {node.variable: node.concept for node in nodes(root)}
 
     def target(found: Node | str) -> str:
@@ -85,7 +86,7 @@ _SUB_TASKS: dict[Method, tuple[_SubTask, ...]] = {
 
 
 def _label(method: Method, number: int) -> str:
-    """What comes before the result of a sub-task; the only result of the baseline needs no label."""
+    """The text before the result of a sub-task; the only result of the baseline needs none."""
     if method == "baseline":
         return ""
     return f"Task {number}: " if method == "mtup2" else f"[STEP {number}: {_SUB_TASKS[method][number - 1].name}]\n"
@@ -105,7 +106,8 @@ def target_of(root: Node, method: Method) -> str:
 
 
 def last_result(answer: str, method: Method) -> str:
-    """What follows the first label of the last sub-task: a model that does not stop goes on with another sentence."""
+    """The text after the first label of the last sub-task, because a model that does not stop continues with another
+    sentence."""
     label = _label(method, len(_SUB_TASKS[method])).strip()
     if not label:
         return answer
@@ -116,7 +118,8 @@ def last_result(answer: str, method: Method) -> str:
 
 
 def build_row(form: AmrForm, row: Row) -> Row:
-    """A sentence and its graph become prompt and answer by the form's method. The row records repairs of its graph."""
+    """A sentence and its graph become prompt and answer by the form's method. The row records the repairs of its
+    graph."""
     if len(row.messages) < 2 or row.messages[-2].role != "user" or row.kind != "chat":
         raise NoResult("is not a sentence with a graph, which data.task amr builds its rows from")
     prompt = replace(row.messages[-2], content=prompt_of(row.messages[-2].content.strip(), form.method))
@@ -175,7 +178,7 @@ class _Scorer:
         return ScoredReply(extracted=extracted, counts=counts, reference=graphs.write(gold), failure=failure)
 
     def golds(self, row: Row) -> list[tuple[Node, tuple[str, ...]]]:
-        """All graphs that count as right, with their repairs; the one trained on first."""
+        """All graphs that count as right, with their repairs; the one trained on comes first."""
         texts = dict.fromkeys((row.answer, *row.references))
         found = [read_gold(last_result(text, self.method), repair=self.settings.repair_gold) for text in texts]
         return [(graphs.joined_concepts(root, self.settings.concepts), repairs) for root, repairs in found]
@@ -183,7 +186,7 @@ class _Scorer:
     def _found(
         self, answer: str, read: Callable[[str], tuple[Node, tuple[str, ...]]]
     ) -> tuple[Node | None, tuple[str, ...], str | None]:
-        """The graph, if there is one, what was mended in it, and otherwise why there is none."""
+        """The graph if there is one, what was repaired in it, and otherwise why there is none."""
         try:
             root, mends = read(graphs.find_graph(last_result(answer, self.method)))
         except NoResult as reason:
@@ -206,7 +209,7 @@ def _written(root: Node | None) -> str | None:
 
 
 def amr_task(name: str, settings: Amr, *, form: AmrForm | None) -> Task:
-    """`form`: by which the answers were built; None where they are graphs as they are."""
+    """`form` is how the answers were built; None if they are plain graphs."""
     scorer = _Scorer(settings, form.method if form else "baseline")
     return Task(
         name=name,

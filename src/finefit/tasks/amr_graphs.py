@@ -1,8 +1,9 @@
-"""AMR graphs: read from PENMAN notation, written in it, and compared by Smatch. A graph is a tree of nodes, each with a
-variable and a concept; a variable alone points back to its node.
+"""AMR graphs: reads and writes PENMAN notation, and compares graphs by Smatch. A graph is a tree of nodes, each with a
+variable and a concept; a variable alone refers to its node.
 
-Notation is read as annotators write it: a role may touch its bracket, a concept may hold blanks, a variable any letter.
-penman refuses a concept of several words, and smatch runs the words together."""
+The reader accepts what annotators write: a role may touch its bracket, a concept may contain blanks, a variable may be
+any letter. penman refuses a concept of several words, and smatch joins the words.
+"""
 
 import hashlib
 import random
@@ -20,7 +21,7 @@ from finefit.tasks import NoResult
 @dataclass(frozen=True, slots=True)
 class Edge:
     role: str
-    """Without its colon."""
+    """Written without its colon."""
     target: "Node | str"
     """A node; or a variable or constant as it is written, a string with its quotes."""
 
@@ -33,7 +34,7 @@ class Node:
 
 
 def nodes(root: Node) -> Iterator[Node]:
-    """In the order in which they are written."""
+    """The nodes in the order in which they are written."""
     yield root
     for edge in root.edges:
         if isinstance(edge.target, Node):
@@ -45,7 +46,8 @@ def defined_twice(root: Node) -> list[str]:
 
 
 def renamed(root: Node) -> tuple[Node, tuple[str, ...]]:
-    """With a variable of its own for every node, and what was changed. A variable alone means the first such node."""
+    """The graph with a unique variable for every node, and what was changed. A variable alone means the first node with
+    it."""
     taken = {node.variable for node in nodes(root)}
     taken |= {edge.target for node in nodes(root) for edge in node.edges if isinstance(edge.target, str)}
     seen, changes = set[str](), list[str]()
@@ -66,10 +68,10 @@ def renamed(root: Node) -> tuple[Node, tuple[str, ...]]:
     return once(root), tuple(changes)
 
 
-Spelling = Literal["as_written", "underscores"]
+ConceptStyle = Literal["as_written", "underscores"]
 
 _DEEPEST = 200
-"""An answer may open brackets without end. Python's stack is deeper than this."""
+"""An answer may open any number of brackets. Python's stack allows more than this depth."""
 _BEGIN = re.compile(r"""\(\s*[^\s()/":]+\s*/""")
 _VARIABLE = re.compile(r"""\(\s*([^\s()/":]*)\s*(/?)""")
 _ROLE = re.compile(r""":([^\W\d_][^\s()":]*)\s*""")
@@ -82,7 +84,8 @@ _BLANKS = re.compile(r"\s+")
 
 
 def parse(text: str) -> Node:
-    """The whole text is one graph, and every variable is defined once; otherwise NoResult says what is wrong."""
+    """Requires the whole text to be one graph and every variable to be defined once; otherwise raises NoResult with the
+    problem."""
     root = parse_loosely(text)
     if twice := defined_twice(root):
         raise NoResult(f"the variable {', '.join(twice)} is defined twice")
@@ -95,14 +98,15 @@ def parse_loosely(text: str) -> Node:
 
 
 def mended(text: str) -> tuple[Node, tuple[str, ...]]:
-    """The graph after closing brackets, dropping roles without a target and renaming variables; and what was done."""
+    """The graph after closing brackets, dropping roles without a target and renaming variables; and what was
+    repaired."""
     mends: list[str] = []
     root, changes = renamed(_Parser(text, mends=mends).whole())
     return root, (*mends, *changes)
 
 
 def find_graph(answer: str) -> str:
-    """The first graph of an answer, from its opening bracket to its closing one, or to the end."""
+    """The first graph of an answer, from its opening bracket to its closing one, or to the end of the answer."""
     if (found := _BEGIN.search(answer)) is None:
         raise NoResult("the answer holds no graph" if answer.strip() else "the answer is empty")
     begin, depth = found.start(), 0
@@ -114,30 +118,30 @@ def find_graph(answer: str) -> str:
 
 
 def write(node: Node) -> str:
-    """In one line, which takes the fewest tokens."""
+    """The graph in one line, which takes the fewest tokens."""
     inside = "".join(
         f" :{edge.role} {write(edge.target) if isinstance(edge.target, Node) else edge.target}" for edge in node.edges
     )
     return f"({node.variable} / {node.concept}{inside})"
 
 
-def joined_concepts(node: Node, spelling: Spelling) -> Node:
-    """With the words of concepts and of constants without quotes joined as `spelling` says."""
-    if spelling == "as_written":
+def joined_concepts(node: Node, style: ConceptStyle) -> Node:
+    """Joins the words of concepts and of unquoted constants as `style` says."""
+    if style == "as_written":
         return node
 
     def joined(words: str) -> str:
         return words if words.startswith('"') else words.replace(" ", "_")
 
     def target(old: Node | str) -> Node | str:
-        return joined_concepts(old, spelling) if isinstance(old, Node) else joined(old)
+        return joined_concepts(old, style) if isinstance(old, Node) else joined(old)
 
     edges = tuple(replace(edge, target=target(edge.target)) for edge in node.edges)
     return Node(node.variable, joined(node.concept), edges)
 
 
 class _Parser:
-    """Reads a text once. Faults are raised, or listed in `mends` where that is a list."""
+    """Reads a text once. Faults are raised, or listed in `mends` if that is a list."""
 
     def __init__(self, text: str, *, mends: list[str] | None) -> None:
         self._text = unicodedata.normalize("NFC", text).strip()
@@ -160,7 +164,7 @@ class _Parser:
         self._mends.append(f"{problem}: {mend}")
 
     def _node(self, depth: int) -> Node | None:
-        """None where it has no variable or no concept, and so cannot be a target."""
+        """None if it has no variable or no concept and so cannot be a target."""
         if depth > _DEEPEST:
             raise NoResult(f"brackets are nested deeper than {_DEEPEST} levels")
         opened = _VARIABLE.match(self._text, self._at)
@@ -177,7 +181,7 @@ class _Parser:
         return Node(variable, concept, edges) if variable and concept else None
 
     def _edges(self, depth: int) -> tuple[Edge, ...]:
-        """Up to the closing bracket."""
+        """The edges up to the closing bracket."""
         edges: list[Edge] = []
         while True:
             self._skip_blanks()
@@ -246,13 +250,13 @@ _NO_INVERSE = frozenset({"prep-on-behalf-of", "prep-out-of", "consist-of"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Triples:
-    """A concept for each node, of which 0 is the root; attributes with constants (one marks the root); relations."""
+    """A concept for each node (node 0 is the root), attributes with constants (one marks the root), and relations."""
 
     concepts: tuple[str, ...]
     attributes: frozenset[tuple[int, str, str]]
     """Node, role, constant."""
     relations: frozenset[tuple[int, str, int]]
-    """From, role, to."""
+    """Triples of (from, role, to)."""
 
     def __len__(self) -> int:
         return len(self.concepts) + len(self.attributes) + len(self.relations)
@@ -284,7 +288,7 @@ def _normalised(text: str) -> str:
 
 
 Link = tuple[int, int]
-"""A node of the first graph, mapped to one of the second."""
+"""Maps a node of the first graph to one of the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +303,7 @@ class Match:
 
 
 def match(predicted: Triples, gold: Triples, *, restarts: int) -> Match:
-    """Climbs from the mapping that equal concepts suggest, and from `restarts` random ones."""
+    """Climbs from the mapping that equal concepts suggest, and from `restarts` random mappings."""
     content = repr([(graph.concepts, sorted(graph.attributes), sorted(graph.relations)) for graph in (predicted, gold)])
     chance = random.Random(int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "little"))
     search, most = _SmatchSearch(predicted, gold), min(len(predicted), len(gold))
@@ -312,7 +316,7 @@ def match(predicted: Triples, gold: Triples, *, restarts: int) -> Match:
 
 
 class _SmatchSearch:
-    """What each link is worth alone and together with another. -1 marks a node without a partner."""
+    """The value of each link alone and together with another one. -1 marks a node without a partner."""
 
     def __init__(self, first: Triples, second: Triples) -> None:
         self._concepts = first.concepts, second.concepts
@@ -323,7 +327,7 @@ class _SmatchSearch:
             self._choices[node].append(other)
 
     def start(self, chance: random.Random, *, by_concepts: bool) -> list[int]:
-        """Each node to the first free one of the same concept, if `by_concepts`; the others to any free one."""
+        """Maps each node to the first free one of the same concept if `by_concepts`, and all others to any free one."""
         mine, theirs = self._concepts
         start, free = [-1] * len(mine), set(range(len(theirs)))
         for node, choices in enumerate(self._choices if by_concepts else ()):
@@ -336,7 +340,7 @@ class _SmatchSearch:
         return start
 
     def climb(self, mapping: list[int]) -> int:
-        """The triples that agree once no single move or exchange is a gain. Changes `mapping`."""
+        """The number of triples that agree once no single move or exchange is a gain. Changes `mapping`."""
         holder = {other: node for node, other in enumerate(mapping) if other != -1}
         while True:
             gain, node, other = self._best_step(mapping, holder)
@@ -371,7 +375,7 @@ class _SmatchSearch:
         return best
 
     def _adds(self, node: int, other: int, mapping: Sequence[int]) -> int:
-        """What the link is worth together with the others of the mapping."""
+        """The value of the link together with the others of the mapping."""
         together = self._together.get((node, other), {}).items()
         return self._alone.get((node, other), 0) + sum(worth for (at, to), worth in together if mapping[at] == to)
 
@@ -395,7 +399,7 @@ def _worth_alone(first: Triples, second: Triples) -> dict[Link, int]:
 
 
 def _worth_together(first: Triples, second: Triples) -> dict[Link, dict[Link, int]]:
-    """Both ways round. Two links never share a node."""
+    """Works both ways round. Two links never share a node."""
     worth: defaultdict[Link, dict[Link, int]] = defaultdict(dict)
     for begin, role, end in first.relations:
         for other_begin, other_role, other_end in second.relations:

@@ -1,6 +1,6 @@
-"""Files of a user's own. A task in one Python file has METRICS, `extract` and `score`, or `weigh`, and `build` where
-rows need it; its errors are reported with the line of that file, without a traceback of ours. A run keeps a copy of
-every such file, known by its content, and an evaluation has its task beside its request."""
+"""A user's own task files. A task in one Python file has METRICS, `extract` and `score`, or `weigh`, and `build` if
+rows need it; its errors are reported with the line of that file, without a traceback of finefit's. A run keeps a copy
+of every such file, identified by its content, and an evaluation has its task beside its request."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from finefit import tasks
+from finefit import bounded, tasks
 from finefit.data.rows import BadRow, Row, as_item, text_key
 from finefit.errors import SpecError
 from finefit.facts.files import read_file, sha256_of
@@ -29,7 +29,7 @@ from finefit.tasks.amr import build_row
 
 _MAX_BYTES = 1 << 30
 _FORM = "tasks/data.task.py"
-"""No evaluation has this name: a name has no dot."""
+"""No evaluation can have this name, because names contain no dot."""
 _AGGREGATES: Mapping[str, Callable[[str], Metric]] = {"mean": mean, "rate": rate}
 _REMEDY = "docs/evaluation.md has an example"
 
@@ -44,7 +44,7 @@ def custom_task(name: str, settings: CustomTask, base: Path | None) -> tasks.Tas
 
 def row_builder(form: Form | None, *, base: Path) -> Callable[[Row], Row | BadRow] | None:
     """Builds prompt and answer from a row as it was read; None without a form. A row that cannot be built becomes a
-    BadRow. A built row keeps the key of the item that it was read as."""
+    BadRow. A built row keeps its key as an item."""
     if form is None:
         return None
     build: Callable[[Row], Row]
@@ -70,7 +70,10 @@ class _TaskFile:
         self.path = (base or Path()) / settings.path
         if not self.path.is_file():
             raise SpecError(f"task: there is no file {settings.path}", "its path is relative to the spec file")
-        source = self.path.read_bytes()
+        try:
+            source = bounded.read_bytes(self.path, bounded.MAX_SOURCE_BYTES)
+        except OSError as error:
+            raise SpecError(f"task: {settings.path} cannot be read: {error.strerror}", _REMEDY) from None
         self.digest = sha256(source).hexdigest()
         self._module = ModuleType(f"finefit_task_{self.digest[:16]}")
         self._module.__file__ = str(self.path)
@@ -97,7 +100,7 @@ class _TaskFile:
         return self._guarded(name, lambda: getattr(self._module, name)(*arguments))
 
     def extract(self, text: str) -> Any:
-        """The file raises ValueError where an answer holds no result."""
+        """The file raises ValueError if an answer has no result."""
         if not text.strip():
             raise tasks.NoResult("the answer is empty")
         try:
@@ -109,8 +112,8 @@ class _TaskFile:
         try:
             json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
         except (TypeError, ValueError, RecursionError) as reason:
-            problem = f"has an extract that gave {_shown(found)}, which no record can hold ({reason})"
-            raise self.fault(f"{problem}; give text, numbers, lists or dicts") from None
+            problem = f"has an extract that returned {_shown(found)}, which no record can hold ({reason})"
+            raise self.fault(f"{problem}; return text, numbers, lists or dicts") from None
         return found
 
     def built(self, row: Row) -> Row:
@@ -125,7 +128,7 @@ class _TaskFile:
         for text in dict.fromkeys(texts):
             made = self.call("build", row.prompt[-1].content, text)
             if not (isinstance(made, tuple | list) and len(made) == 2 and all(isinstance(part, str) for part in made)):
-                raise self.fault(f"has a build that gave {_shown(made)}; give a pair of texts, prompt and answer")
+                raise self.fault(f"has a build that returned {_shown(made)}; return a pair of texts, prompt and answer")
             prompts.add(made[0])
             built[text] = made[1]
         if len(prompts) > 1:
@@ -144,11 +147,13 @@ class _TaskFile:
         """Every metric exactly once, each a number from 0 to 1."""
         names, given = [metric.name for metric in metrics], self.call(function, *arguments)
         if not isinstance(given, dict):
-            raise self.fault(f"has a {function} that gave {_shown(given)}; give a value for each of {', '.join(names)}")
+            raise self.fault(
+                f"has a {function} that returned {_shown(given)}; return a value for each of {', '.join(names)}"
+            )
         if missing := [name for name in names if name not in given]:
-            raise self.fault(f"has a {function} that gave no {', '.join(missing)}, which METRICS names")
+            raise self.fault(f"has a {function} that returned no {', '.join(missing)}, which METRICS names")
         if foreign := [str(name) for name in given if name not in names]:
-            raise self.fault(f"has a {function} that gave {', '.join(foreign)}, which METRICS does not name")
+            raise self.fault(f"has a {function} that returned {', '.join(foreign)}, which METRICS does not name")
         for metric in metrics:
             is_rate, value = metric.aggregate == "rate", given[metric.name]
             try:
@@ -157,7 +162,7 @@ class _TaskFile:
                 is_allowed = False
             if not is_allowed:
                 allowed = "0 or 1" if is_rate else "a number from 0 to 1"
-                raise self.fault(f"has a {function} that gave {metric.name} = {_shown(value)}; give {allowed}")
+                raise self.fault(f"has a {function} that returned {metric.name} = {_shown(value)}; return {allowed}")
         return {name: float(given[name]) for name in names}
 
     def _guarded(self, doing: str, act: Callable[[], Any]) -> Any:
@@ -167,7 +172,7 @@ class _TaskFile:
             raise self._located(doing, error) from None
 
     def _located(self, doing: str, error: BaseException) -> SpecError:
-        """With the line of the user's file, where it is known."""
+        """Adds the line of the user's file, if it is known."""
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(self.path)]
         if isinstance(error, SyntaxError) and error.filename == str(self.path):
@@ -187,7 +192,7 @@ def _generating_task(name: str, file: _TaskFile, metrics: tuple[Metric, ...]) ->
     task = tasks.against_references(name, metrics=metrics, extract=file.extract, compare=compare)
 
     def require(row: Row) -> None:
-        """Scores the reference as an answer: faults of the file show before a model has answered anything."""
+        """Scores the reference as an answer, so that faults of the file show before a model has answered anything."""
         task.require(row)
         for text in tasks.right_answers(row):
             with suppress(tasks.NoResult):
@@ -215,7 +220,7 @@ def _weighing_task(name: str, file: _TaskFile, metrics: tuple[Metric, ...]) -> t
 
 
 def path_of(task: object) -> str | None:
-    """Of the file, or for lm-eval the folder, that a task names."""
+    """The path of the file or, for lm-eval, of the folder that a task names."""
     return task.path if isinstance(task, CustomTask) else task.folder if isinstance(task, LmEval) else None
 
 
@@ -246,7 +251,7 @@ def take_task_file(evaluation: Evaluation, base: Path, folder: Path) -> Evaluati
 
 
 def keep_task_files(spec: Spec, base: Path, run: Path) -> Spec:
-    """Copies them into a run directory, where the paths of the returned spec start."""
+    """Copies them into a run directory; the paths of the returned spec are relative to it."""
     evaluations = tuple(
         _taken(one, base, run, f"tasks/{one.label}" + (".py" if isinstance(one.task, CustomTask) else ""))
         for one in spec.evaluate
@@ -257,7 +262,7 @@ def keep_task_files(spec: Spec, base: Path, run: Path) -> Spec:
 
 
 def keep_form(form: Form | None, base: Path, run: Path) -> Form | None:
-    """How rows are built; a user's own file is copied into a run directory, where the returned path starts."""
+    """Returns how rows are built, with a user's own file copied into a run directory and its path relative to that."""
     if not isinstance(form, CustomTask):
         return form
     _copy(base / form.path, run / _FORM)
@@ -265,14 +270,14 @@ def keep_form(form: Form | None, base: Path, run: Path) -> Form | None:
 
 
 def form_content(form: Form | None, base: Path) -> str | None:
-    """How rows are built, wherever a user's own file lies: the same content builds the same rows."""
+    """Identifies how rows are built, wherever a user's own file is: the same content builds the same rows."""
     if isinstance(form, CustomTask):
         return f"python {sha256_of(base / form.path)}"
     return None if form is None else form.model_dump_json()
 
 
 def keep_model_file(spec: Spec, run: Path) -> Spec:
-    """Copies the code of a user's own model into the run directory, where the spec's paths start."""
+    """Copies the code of a user's own model into the run directory, to which the spec's paths are relative."""
     if not isinstance(spec.model, CustomModel):
         return spec
     place = f"model/{Path(spec.model.file).name}"
@@ -303,14 +308,14 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def without_paths(evaluation: Evaluation) -> Evaluation:
-    """The place of a file does not matter, its content does."""
+    """Leaves out paths, because a file's content matters and its place does not."""
     if path_of(evaluation.task) is None:
         return evaluation
     return evaluation.model_copy(update={"task": _with_path(evaluation.task, ""), "name": None})
 
 
 def kept_paths(asked: tuple[Evaluation, ...], before: tuple[Evaluation, ...]) -> tuple[Evaluation, ...]:
-    """With a run's own copies in the place of the files that its spec names, as long as it names the same tasks."""
+    """The spec with a run's own copies in place of the files that it names, as long as it names the same tasks."""
     known = {evaluation.label: evaluation for evaluation in before}
     kept = []
     for one in asked:

@@ -1,4 +1,4 @@
-"""A task whose answers a language model marks as well: what it is asked, and how its marks count."""
+"""A task whose answers a language model also marks: the question it gets, and how its marks count."""
 
 import re
 from dataclasses import replace
@@ -34,7 +34,7 @@ NOT_MARKED: Final = {"judge": 0.0, "judge_marked": 0.0}
 
 
 def with_judge(task: Task, judge: Judge) -> Task:
-    """Until it is marked, an answer has the worst mark."""
+    """An answer has the worst mark until it is marked."""
     if not task.generates:
         problem = f"{task.name} generates no answers that a judge could mark"
         raise SpecError(problem, "remove judge from this evaluation")
@@ -62,14 +62,15 @@ def counts_of_mark(mark: int | None) -> dict[str, float]:
 
 
 def judge_question(judge: Judge, *, prompt: str, answer: str, reference: str) -> str:
-    """All placeholders are replaced in one pass, so that braces in an answer stay as they are."""
+    """Replaces all placeholders in one pass, so that braces in an answer stay as they are."""
     texts = {"prompt": prompt, "answer": answer, "reference": reference}
     question = judge.question or DEFAULT_QUESTION
     return re.sub(r"\{(prompt|answer|reference)\}", lambda place: texts[place[1]], question)
 
 
 def mark_in(reply: str) -> int | None:
-    """`Mark: 4` on a line of its own, or the figure alone, after `</think>`; None for two different marks."""
+    """The mark in `Mark: 4` on a line of its own, or in a figure alone, after `</think>`; None if there are two
+    different marks."""
     said = reply.rpartition("</think>")[2]
     found = {int(mark) for mark in _MARK_LINE.findall(said)}
     if alone := _MARK_ALONE.fullmatch(said):

@@ -1,5 +1,5 @@
 """Tasks on the likelihood of given answers: hallucination, perplexity, and TruthfulQA (Lin, Hilton and Evans, 2022),
-which also asks whether a model's own answers are nearer to right or to wrong ones."""
+which also scores whether a model's own answers are nearer to right or to wrong ones."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,8 @@ def _require_likelihoods(reply: tasks.Reply) -> None:
 
 
 def hallucination(name: str) -> tasks.Task:
-    """Per token: a fabricated answer usually has another length, and the longer of two texts is always less likely."""
+    """Compares likelihoods per token, because a fabricated answer usually has another length, and the longer of two
+    texts is always less likely."""
 
     def per_token(found: tasks.Likelihood) -> float:
         return found.logprob / found.tokens
@@ -57,7 +58,7 @@ def hallucination(name: str) -> tasks.Task:
 
 
 def perplexity(name: str, settings: Perplexity) -> tasks.Task:
-    """Of the answer that is trained on: exp of the validation loss on the same rows."""
+    """The perplexity of the answer that is trained on: exp of the validation loss on the same rows."""
 
     def read(reply: tasks.Reply, row: Row) -> tasks.ScoredReply:
         if not reply.right:
@@ -87,7 +88,7 @@ def perplexity(name: str, settings: Perplexity) -> tasks.Task:
 
 
 def truthfulqa(name: str, settings: TruthfulQa, base: Path | None) -> tasks.Task:
-    """Both parts count for every item: an answer that cannot be read takes nothing from the likelihoods."""
+    """Both parts count for every item: an answer that cannot be read does not affect the likelihoods."""
     scorer, metrics = settings.scorer, [rate("mc1"), mean("mc2")]
     signature = {"mc": "summed log-probabilities of whole answers, their end token included, not divided by length"}
     score: ScoreReferences | None = None
@@ -134,7 +135,8 @@ def truthfulqa(name: str, settings: TruthfulQa, base: Path | None) -> tasks.Task
 
 
 def _choices(reply: tasks.Reply) -> dict[str, float]:
-    """MC1: the best right answer, the first, is likelier than every wrong one. MC2: the right ones' share of all."""
+    """MC1 is whether the best right answer, the first, is likelier than every wrong one. MC2 is the right answers'
+    share of the probability."""
     _require_likelihoods(reply)
     right, wrong = [found.logprob for found in reply.right], [found.logprob for found in reply.wrong]
     likeliest = max(right + wrong)  # otherwise the probability of long answers would underflow
@@ -165,7 +167,7 @@ def _scorer(settings: TruthfulQa, base: Path | None) -> tuple[ScoreReferences, d
 
 
 def _bleurt(settings: TruthfulQa, base: Path | None) -> ScoreReferences:
-    """Its checkpoint is loaded with the first answer, so that checking the spec is quick."""
+    """The checkpoint is loaded with the first answer, so that checking the spec is quick."""
     checkpoint = None if settings.checkpoint is None else str((base or Path()) / settings.checkpoint)
     if checkpoint is not None and not Path(checkpoint).is_dir():
         remedy = "give the folder of a BLEURT checkpoint, relative to the spec file"

@@ -19,8 +19,8 @@ from finefit.tasks.text_overlap import bleu, chrf, rouge
 def make_task(
     evaluation: Evaluation, *, form: kinds.Form | None = None, base: Path | None = None, run: Path | None = None
 ) -> Task:
-    """`form`: what the rows were built with, `data.task`. `base`: where the path of a user's own file starts; the paths
-    of models start in `run` where it is given."""
+    """`form` is how the rows were built, `data.task`. `base` is the folder that the path of a user's own file is
+    relative to. The paths of models are relative to `run` if it is given."""
     name, settings, models = evaluation.label, evaluation.task, run or base
     match settings:
         case kinds.ExactMatch():

@@ -29,7 +29,7 @@ def exact_match(name: str = "exact_match") -> Task:
 
 def json_match(name: str = "json_match") -> Task:
     def compare(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
-        """Values as they are written: to Python true equals 1, and 7.0 equals 7."""
+        """Compares values as they are written; to Python, true equals 1 and 7.0 equals 7."""
         mine, theirs = (
             {key: json.dumps(value, sort_keys=True) for key, value in fields.items()} for fields in (found, reference)
         )
@@ -52,9 +52,10 @@ def _json_object(answer: str) -> dict[str, Any]:
 
 
 def relaxed_accuracy(name: str, settings: RelaxedAccuracy) -> Task:
-    """A number may be off by a share of the reference, any other answer must equal it except for case. As in the
-    published code (pix2struct's) a number is what Python reads as one, and a per cent sign divides it by 100. So
-    "1,000" is not a number and is compared as text, only zero as it is written equals zero, and a year is a number."""
+    """A number may differ from the reference by a share of it; any other answer must equal the reference except for
+    case. As in the published code (pix2struct's), a number is what Python reads as one, and a per cent sign divides it
+    by 100. So "1,000" is not a number and is compared as text, only zero as it is written equals zero, and a year is a
+    number."""
     words = f"numbers within {settings.tolerance:g} of the reference, else equal but for case; thousands separators make no number"  # noqa: E501
 
     def compare(answer: str, reference: str) -> dict[str, float]:
@@ -75,9 +76,9 @@ def _number(text: str) -> float | None:
 
 
 def anls(name: str, settings: Anls) -> Task:
-    """Average normalised Levenshtein similarity: one minus the edits to the nearest reference divided by the length; 0
-    below a threshold. As in the evaluator of the DocVQA challenge: case and the width of spaces are ignored, lengths
-    are those of the texts as they are written, and a similarity equal to the threshold counts."""
+    """Average normalised Levenshtein similarity: one minus the edits to the nearest reference divided by the length,
+    and 0 below a threshold. As in the evaluator of the DocVQA challenge, case and the width of spaces are ignored,
+    lengths are those of the texts as they are written, and a similarity equal to the threshold counts."""
     words = f"similarity below {settings.threshold:g} is 0; case and the width of spaces ignored; the nearest reference"
 
     def compare(answer: str, reference: str) -> dict[str, float]:
@@ -108,19 +109,21 @@ _CONTRACTIONS: Final = (
     "who've why'll why're why's won't would've wouldn't wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll "
     "you're you've"
 )
-"""Those of the evaluation: not `she'd` or `we'll`, which are other words without the apostrophe."""
+"""The contractions of the published evaluation. It excludes `she'd` and `we'll`, which are other words without the
+apostrophe."""
 _RESTORED: Final = {
     word[:at] + word[at + 1 :]: word
     for word in _CONTRACTIONS.split()
     for at, character in enumerate(word)
     if character == "'"
 }
-"""Each contraction by what it is with one apostrophe missing."""
+"""Each contraction, keyed by its spelling with one apostrophe missing."""
 
 
 def vqa_accuracy(name: str) -> Task:
-    """An answer is fully right if three people gave it; each person is left out in turn. Answers and references are
-    normalised as by the challenge's server; its older script leaves references as they are where all people agree."""
+    """An answer is fully right if at least three people gave it; each person is left out in turn. Answers and
+    references are normalised as by the challenge's server; its older script leaves references as they are where all
+    people agree."""
 
     def read(reply: Reply, row: Row) -> ScoredReply:
         found, people = normalise_answer(stripped(reply.text)), sum(row.votes)

@@ -1,8 +1,9 @@
-"""What a summary is worth beside its nearness to a reference: its length, its sections, what it copies, and whether its
+"""Metrics of a summary beyond its nearness to a reference: its length, its sections, what it copies, and whether its
 source entails it.
 
 Entailment is judged by an NLI model (transformers, sequence classification). Models number their labels freely, and
-some name them wrongly: which label means entailment is tried on known pairs before any answer is judged."""
+some name them wrongly, so the label that means entailment is found on known pairs before any answer is judged.
+"""
 
 import re
 from collections import defaultdict
@@ -16,6 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from finefit.data.rows import Row
 from finefit.errors import ModelError, SpecError
+from finefit.facts.files import read_model_folder, reading_model
 from finefit.spec.models import FolderModel, HubModel
 from finefit.spec.tasks import Rouge, Summary
 from finefit.stats.metrics import Metric, mean
@@ -40,7 +42,7 @@ _NOTHING = dict.fromkeys(
 )
 _MAX_TOKENS: Final = 512
 _STRIDE: Final = 128
-"""Tokens that windows of the source share, so that the evidence for a sentence is not cut in two."""
+"""The number of tokens that windows of the source share, so that the evidence for a sentence is not cut in two."""
 _BATCH: Final = 32
 _TRUE: Final = 0.5
 
@@ -108,7 +110,7 @@ def _source_of(row: Row) -> str:
 
 
 def _sections(answer: str, headings: Sequence[str]) -> float:
-    """The share found at the start of a line, as `## Facts`, `1. Facts`, `**Facts:**` or `Facts: ...`."""
+    """The share of sections found at the start of a line, as `## Facts`, `1. Facts`, `**Facts:**` or `Facts: ...`."""
     lines = [_BEFORE_HEADING.sub("", line).casefold() for line in answer.splitlines()]
     found = 0
     for text in headings:
@@ -118,7 +120,8 @@ def _sections(answer: str, headings: Sequence[str]) -> float:
 
 
 def _copied(answer: Sequence[str], source: Sequence[str]) -> dict[str, float]:
-    """4-grams of the answer that the source has, and the mean length of a word's copied passage (Grusky 2018)."""
+    """The answer's 4-grams that also occur in the source, and the mean length of a word's copied passage (Grusky
+    2018)."""
     grams, known = _ngrams(answer, _GRAM), set(_ngrams(source, _GRAM))
     squares = sum(length**2 for length in _passages(answer, source))
     density = squares / len(answer) if answer else 0.0
@@ -173,7 +176,7 @@ class _NliModel:
         return int(probabilities[0].argmax())
 
     def pieces(self, answer: str) -> Iterator[str]:
-        """Sentences; one that is too long in parts that leave half of the window to the source."""
+        """Sentences; one that is too long is split into parts that leave half of the window to the source."""
         size = self.max_tokens // 2
         for sentence in sentences(answer):
             encoded = self.tokenizer(sentence, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -205,12 +208,12 @@ def _load(nli: Nli, base: Path | None) -> _NliModel:
     place = str((base or Path()) / nli.path) if isinstance(nli, FolderModel) else nli.id
     more: Mapping[str, str] = {} if isinstance(nli, FolderModel) else {"revision": nli.revision}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
+    if isinstance(nli, FolderModel):
+        read_model_folder(Path(place))  # its files are whole, and no larger than a model's
+    with reading_model(f"the NLI model {place}", "give a model for sequence classification"):
         tokenizer = AutoTokenizer.from_pretrained(place, **more)
-        model = AutoModelForSequenceClassification.from_pretrained(place, **more).eval().to(device)
-    except (OSError, ValueError) as error:
-        problem = f"the NLI model {place} cannot be loaded: {str(error).splitlines()[0]}"
-        raise ModelError(problem, "give a model for sequence classification") from None
+        model = AutoModelForSequenceClassification.from_pretrained(place, **more).eval()
+    model = model.to(device)
     if not tokenizer.is_fast:
         problem = f"the NLI model {place} has no fast tokenizer, which cuts the source into windows"
         raise ModelError(problem, "give a model with tokenizer.json")
@@ -220,7 +223,7 @@ def _load(nli: Nli, base: Path | None) -> _NliModel:
 
 
 def _entailing_label(judge: _NliModel) -> int:
-    """Found by the model's labels for known pairs; its names for the labels must not contradict them."""
+    """The index found from the model's labels for known pairs; its names for the labels must not contradict them."""
     names = {int(at): str(name) for at, name in judge.model.config.id2label.items()}
     labels: dict[str, int] = {}
     for meaning, pairs in (("entailment", FOLLOWS), ("contradiction", CONTRADICTS)):
@@ -243,7 +246,7 @@ def _entailing_label(judge: _NliModel) -> int:
 
 
 def _meaning(name: str) -> str | None:
-    """What a label's name says; None for LABEL_0 and the like."""
+    """The meaning of a label's name; None for LABEL_0 and the like."""
     plain = name.lower()
     if plain.startswith(("not", "non")) or "contra" in plain:
         return "contradiction"

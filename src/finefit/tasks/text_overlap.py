@@ -1,5 +1,5 @@
 """Metrics of the words that an answer shares with its references: ROUGE by rouge-score, BLEU and chrF by sacrebleu; and
-the words and sentences of any script that they count, found by rules without data."""
+the words and sentences in any script that they count, found by rules without data."""
 
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +21,11 @@ from finefit.tasks import NoResult, Reply, ScoredReply, Task, against_references
 from finefit.tasks.short_answer import stripped
 
 ScoreReferences = Callable[[str, Sequence[str]], list[float]]
-"""(answer, references) -> how near the answer is to each."""
+"""Maps (answer, references) to the nearness of the answer to each reference."""
 ROUGE_KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 SENTENCE_RULE: Final = "at line ends, at . ! ? … before a space, at 。！？"
 _UNSPACED: Final = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
-"""Scripts without spaces between words: each character, with the marks that belong to it, counts as one."""
+"""Scripts without spaces between words; each character, with the marks that belong to it, counts as one word."""
 _WORD: Final = regex.compile(
     rf"[{_UNSPACED}--\p{{M}}]\p{{M}}*|[\p{{L}}\p{{M}}\p{{N}}--[{_UNSPACED}--\p{{M}}]]+", regex.VERSION1
 )
@@ -38,7 +38,7 @@ _BLEU_COUNTS = ("length", "reference_length", *(f"{what}_{n}" for what in ("matc
 
 
 def words(text: str, *, stemmer: bool = False) -> list[str]:
-    """In lower case. For ASCII text they are those of rouge-score; only ASCII words are stemmed."""
+    """Words in lower case. For ASCII text they are those of rouge-score; only ASCII words are stemmed."""
     found = _WORD.findall(unicodedata.normalize("NFC", text).lower())
     return [_stem(word) if len(word) > 3 and word.isascii() else word for word in found] if stemmer else found
 
@@ -54,7 +54,7 @@ def sentences(text: str) -> list[str]:
 
 
 class _UnicodeTokenizer:
-    """The tokenizer interface of rouge-score."""
+    """Implements the tokenizer interface of rouge-score."""
 
     def __init__(self, *, stemmer: bool) -> None:
         self._stemmer = stemmer
@@ -64,7 +64,7 @@ class _UnicodeTokenizer:
 
 
 def rouge(name: str, settings: Rouge) -> Task:
-    """For every kind the highest F that a reference gives."""
+    """For every kind, the highest F that a reference gives."""
     return against_references(
         name,
         metrics=tuple(mean(kind) for kind in ROUGE_KINDS),
@@ -76,11 +76,11 @@ def rouge(name: str, settings: Rouge) -> Task:
 
 
 def rouge_comparison(settings: Rouge, kinds: Sequence[str] = ROUGE_KINDS) -> Callable[[str, str], dict[str, float]]:
-    """(answer, reference) -> F of each kind."""
+    """Maps (answer, reference) to F of each kind."""
     scorer = RougeScorer(kinds, tokenizer=_tokenizer(settings))
 
     def in_lines(text: str) -> str:
-        """One sentence on each line, as rouge-score expects."""
+        """One sentence per line, as rouge-score expects."""
         return "\n".join(sentences(text)) if settings.sentences == "split" else text
 
     def compare(answer: str, reference: str) -> dict[str, float]:
@@ -133,7 +133,7 @@ def chrf(name: str, settings: Chrf) -> Task:
 
 
 def _corpus_task(name: str, metric: Metric, counter: BLEU | CHRF) -> Task:
-    """One score of all answers together, from statistics that sacrebleu counts for each of them. All references of an
+    """One score for all answers together, from statistics that sacrebleu counts for each of them. All references of an
     item count together, as in sacrebleu; a missing answer counts as an empty line."""
 
     def counted(text: str, row: Row) -> Mapping[str, float]:
@@ -158,5 +158,5 @@ def _corpus_task(name: str, metric: Metric, counter: BLEU | CHRF) -> Task:
 
 
 def sentence_bleu(answer: str, references: Sequence[str]) -> list[float]:
-    """Of one answer against each reference, from 0 to 1, as TruthfulQA is scored."""
+    """The score of one answer against each reference, from 0 to 1, as TruthfulQA is scored."""
     return [_SENTENCE_BLEU.corpus_score([answer], [[reference]]).score / 100 for reference in references]

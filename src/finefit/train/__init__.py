@@ -1,1 +1,1 @@
-"""The loop. A worker is a process whose only argument is a stage directory."""
+"""The training loop. A worker is a process whose only argument is a stage directory."""

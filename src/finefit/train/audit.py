@@ -1,6 +1,6 @@
-"""The audit of the first two backwards of every process: a trained tensor that no gradient reaches on any rank stops
+"""The audit of the first two backwards of every process. A trained tensor that no gradient reaches on any rank stops
 the run before the first update, with the reason. The gradient of an adapter's factor is exactly zero as long as its
-partner is: that is expected once."""
+partner is, so one such zero is expected."""
 
 import logging
 import math
@@ -36,15 +36,16 @@ Parameters = Mapping[str, nn.Parameter]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFound:
-    """Names of trained tensors by the state of their gradient."""
+    """Names of trained tensors, by the state of their gradient."""
 
     tensors: int
     unreached: tuple[str, ...]
-    """Without those of experts: no row of this step need be routed to them."""
+    """Tensors without a gradient, except those of experts, to which no row of this step need be routed."""
     idle: tuple[str, ...]
-    """Of experts without rows. One that shares a tensor is named by its number, and the tensor counts as reached."""
-    blind: tuple[str, ...]
-    """Of vision towers, where no row of this step has an image."""
+    """Tensors of experts without rows. An expert that shares a tensor is named by its number, and its tensor counts as
+    reached."""
+    no_image: tuple[str, ...]
+    """Tensors of vision towers, if no row of this step has an image."""
     not_finite: tuple[str, ...]
     waiting: tuple[str, ...]
     """Exactly zero, because the other factor of the adapter is still zero."""
@@ -56,14 +57,15 @@ class Audit:
     def __init__(
         self, model: nn.Module, engine: Engine, ranks: Ranks, tell: Callable[..., Any], *, unfuse: Unfuse = lambda: None
     ) -> None:
-        """`unfuse`: makes every module be called by itself, so that hooks see it; only before the run is stopped."""
+        """`unfuse` makes every module be called by itself, so that hooks see it; it is used only before the run is
+        stopped."""
         self._model, self._engine, self._ranks, self._tell, self._unfuse = model, engine, ranks, tell, unfuse
         self._left, self._last = _LOOKS, 0
         self._tower_of = {name: tower_in(model, name) for name in self._trained()}
-        """All None for a language model."""
+        """Every tower is None for a language model."""
         self._has_vision = any(self._tower_of.values())
         self.has_images = False
-        """In a row of this rank since the last look."""
+        """Whether a row of this rank since the last inspection had an image."""
         self._touched: set[str] = set()
         self._heard: dict[str, Tensor] = {}
         self._by_expert: dict[str, Tensor] = {}
@@ -79,7 +81,7 @@ class Audit:
         return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
 
     def hear(self) -> None:
-        """Where gradients are freed within backward, their norms are taken in hooks."""
+        """Takes norms in hooks if gradients are freed within backward."""
         if self._left and not self._ears:
             self._ears = [p.register_hook(partial(self._note, name)) for name, p in self._trained().items()]  # type: ignore[no-untyped-call]
 
@@ -88,8 +90,8 @@ class Audit:
         self._by_expert |= _of_experts(name, gradient.detach())
 
     def decide(self, step: int, again: Callable[[], Any], finite: Tensor) -> bool:
-        """The `decide` of a step, before any update. `again` computes a loss of it once more, to see which modules it
-        calls."""
+        """Serves as the `decide` of a step, before any update. `again` computes one of the step's losses once more, to
+        see which modules it calls."""
         is_finite = bool(finite)
         if self._left:
             is_whole = self._inspect(step, again, is_finite)
@@ -101,7 +103,7 @@ class Audit:
         return is_finite
 
     def watched(self, objective: Objective) -> Objective:
-        """Stops where the loss itself has no gradient: then nothing is reached, and backward would not say why."""
+        """Stops the run if the loss itself has no gradient: nothing is reached then, and backward would not say why."""
         return _WatchedObjective(objective, self)
 
     def stop(self, again: Callable[[], Any], found: AuditFound | None = None) -> NoReturn:
@@ -118,7 +120,7 @@ class Audit:
         )
 
     def _inspect(self, step: int, again: Callable[[], Any], is_finite: bool) -> bool:
-        """Whether every tower could be reached. Every rank has to look."""
+        """Whether this step could reach every tower. Every rank must call it."""
         trained, unreachable = self._trained(), frozenset[str]()
         if self._has_vision:
             if not self._ranks.any(self.has_images):  # no row of any rank can reach these
@@ -137,9 +139,9 @@ class Audit:
         if not is_finite and step == self._last:  # fp16 repeats a step until its scale fits
             return not unreachable
         self._last = step
-        kinds = ("idle", "blind", "not_finite", "waiting", "zero", "faint")
+        kinds = ("idle", "no_image", "not_finite", "waiting", "zero", "faint")
         named = {kind: names for kind in kinds if (names := grouped_names(getattr(found, kind)))}
-        reached = found.tensors - sum(name in trained for name in found.idle) - len(found.blind)
+        reached = found.tensors - sum(name in trained for name in found.idle) - len(found.no_image)
         self._tell(event="audited", step=step, tensors=found.tensors, reached=reached, **named, **told)
         if self._left == 1 and (found.zero or found.faint):
             zero, faint = (", ".join(named.get(kind, [])[:_NAMES_TOLD]) for kind in ("zero", "faint"))
@@ -149,19 +151,21 @@ class Audit:
         return not unreachable
 
     def _by_tower(self, found: AuditFound) -> dict[str, dict[str, int]]:
-        missing, towers = {*found.idle, *found.blind, *found.not_finite}, self._tower_of.items()
+        missing, towers = {*found.idle, *found.no_image, *found.not_finite}, self._tower_of.items()
         tensors = Counter(str(tower) for _, tower in towers)
         reached = Counter(str(tower) for name, tower in towers if name not in missing)
         return {tower: {"tensors": count, "reached": reached[tower]} for tower, count in tensors.items()}
 
     def _idle_experts(self) -> list[str]:
-        """Whose gradient is exactly zero while others of their tensor have one: no token of this step reached them."""
+        """Experts whose gradient is exactly zero while others in their tensor have one: no token of this step was
+        routed to them."""
         norms = {name: found.tolist() for name, found in self._by_expert.items()}
         numbered = ((name, at, norm) for name, found in norms.items() if any(found) for at, norm in enumerate(found))
         return [name.replace(_EXPERTS, f"{_EXPERTS}{at}.") for name, at, norm in numbered if norm == 0.0]
 
     def _norms(self, trained: Parameters) -> dict[str, float]:
-        """Of every tensor with a gradient on any rank; the largest norm of a shard stands for the whole."""
+        """Norms of every tensor that has a gradient on any rank; the largest norm of its shards represents the whole
+        tensor."""
         if self._ears:
             heard, self._heard = self._heard, {}
             return dict(zip(heard, torch.stack(list(heard.values())).tolist(), strict=True)) if heard else {}
@@ -203,7 +207,8 @@ class _WatchedObjective:
 def judge_gradients(
     trained: Parameters, norms: Mapping[str, float], at_rest: Sequence[str] = (), unreachable: Container[str] = ()
 ) -> AuditFound:
-    """`at_rest`: idle experts within reached tensors. `unreachable`: tensors that rows without images cannot reach."""
+    """`at_rest` are idle experts within reached tensors. `unreachable` are tensors that rows without images cannot
+    reach."""
 
     def is_waiting(name: str) -> bool:
         partner = ".".join(_PARTNERS.get(part, part) for part in name.split("."))
@@ -215,7 +220,7 @@ def judge_gradients(
     return AuditFound(
         tensors=len(trained),
         unreached=tuple(name for name in absent if _EXPERTS not in name and name not in unreachable),
-        blind=tuple(name for name in absent if name in unreachable),
+        no_image=tuple(name for name in absent if name in unreachable),
         idle=(*(name for name in absent if _EXPERTS in name), *at_rest),
         not_finite=tuple(name for name, norm in norms.items() if not norm < float("inf")),
         waiting=tuple(name for name, waits in zero.items() if waits),
@@ -225,7 +230,7 @@ def judge_gradients(
 
 
 def _of_experts(name: str, gradient: Tensor) -> dict[str, Tensor]:
-    """The gradient's norm for each expert, where one tensor holds several."""
+    """The gradient's norm of each expert, if one tensor holds several."""
     if _EXPERTS not in name or gradient.ndim != 3:
         return {}
     return {name: torch.linalg.vector_norm(gradient, dim=(1, 2), dtype=torch.float32)}

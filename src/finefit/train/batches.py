@@ -1,5 +1,5 @@
-"""The micro-batches of a step under the current levers, the loader that makes them ahead, and the proof that the cut
-into micro-batches does not change the loss of a custom model."""
+"""The micro-batches of a step under the current levers, the loader that makes them ahead of time, and the proof that
+the split into micro-batches does not change the loss of a custom model."""
 
 import hashlib
 import time
@@ -27,12 +27,12 @@ from finefit.step.state import random_state, restore_random
 from finefit.train.context import TrainContext
 
 MakeBatches = Callable[[int], list[Batch]]
-"""The micro-batches of a step: a pure function, so that those of a step that is never taken do no harm."""
+"""Makes the micro-batches of a step. It is a pure function, so batches of a step that is never taken do no harm."""
 
 
 class BatchLoader:
-    """While the device computes a step, one thread makes the micro-batches of the next. The thread lives as long as the
-    `with` block; its errors are raised where the step is taken."""
+    """One thread makes the micro-batches of the next step while the device computes this one. The thread lives as long
+    as the `with` block; its errors are raised by `take`."""
 
     def __init__(self, make: MakeBatches, *, total_steps: int) -> None:
         self._make, self._total_steps = make, total_steps
@@ -40,7 +40,8 @@ class BatchLoader:
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
 
     def take(self, step: int) -> tuple[list[Batch], float]:
-        """The batches of any step, on the host, and the seconds of waiting; those of the next are made ahead."""
+        """The batches of any step, on the host, and the seconds spent waiting for them. Those of the next step are made
+        ahead."""
         began = time.perf_counter()
         if self._ahead is not None and self._ahead[0] != step:
             self.change(self._make)
@@ -50,11 +51,11 @@ class BatchLoader:
         return batches, waited
 
     def ahead(self) -> list[Batch]:
-        """The batches of the step after the one that was taken last, if there is one and its levers are the same."""
+        """The batches of the step after the last one taken, if there is one and its levers are the same."""
         return self._ahead[1].result() if self._ahead else []
 
     def change(self, make: MakeBatches) -> None:
-        """From the next step that is taken; what was made ahead is dropped."""
+        """Uses `make` from the next step on; batches that were made ahead are dropped."""
         if self._ahead is not None:
             self._ahead[1].cancel()
         self._make, self._ahead = make, None
@@ -63,7 +64,7 @@ class BatchLoader:
         make = self._make
 
         def named() -> list[Batch]:
-            """Errors name the step."""
+            """Adds the step to errors."""
             try:
                 return make(step)
             except MemoryError:
@@ -85,7 +86,7 @@ class BatchLoader:
 
 
 def capacity_under(ctx: TrainContext, levers: Levers) -> Capacity | None:
-    """Of a pack: what was rehearsed. None where rows are not packed."""
+    """The capacity of a pack, as rehearsed; None if rows are not packed."""
     if not levers.packing:
         return None
     examples, lengths = ctx.examples, lengths_of(ctx.examples)
@@ -99,7 +100,8 @@ def capacity_under(ctx: TrainContext, levers: Levers) -> Capacity | None:
 
 
 def batch_maker(ctx: TrainContext, levers: Levers) -> MakeBatches:
-    """Of this rank, in pinned memory for a card. Empty where the step has fewer rows than there are ranks."""
+    """Makes this rank's micro-batches, in pinned memory if the device is a card. There are none if the step has fewer
+    rows than there are ranks."""
     stage, ranks, examples, capacity = ctx.stage, ctx.ranks, ctx.examples, capacity_under(ctx, levers)
     share = partial(rows_of_rank, rank=ranks.rank, num_ranks=ranks.size, num_rows=len(examples))
 
@@ -122,7 +124,7 @@ def cut_batches(
     micro_batch: int,
     capacity: Capacity | None = None,
 ) -> list[Batch]:
-    """`rows`: numbers of examples, packed where a capacity is given, else grouped by length."""
+    """`rows` are the numbers of examples; they are packed if a capacity is given, else grouped by length."""
     chosen = [examples[row] for row in rows]
     if capacity is not None:
         return [pack([chosen[at] for at in group]) for group in packs_of(chosen, capacity)]
@@ -132,7 +134,7 @@ def cut_batches(
 
 
 class BatchCall(NamedTuple):
-    """Makes a batch, here or in another process."""
+    """Makes one batch, here or in another process."""
 
     make: Callable[[], Batch]
     is_long: bool
@@ -155,7 +157,7 @@ def collate_call(collator: Collator, rows: Sequence[TrainRow]) -> BatchCall:
 
 
 def prefetched(workers: BatchWorkers, calls: Iterable[BatchCall]) -> Iterator[Batch]:
-    """In order; while one is used, the next ones are made."""
+    """The results in order; while one is used, the next ones are made."""
     waiting: deque[Callable[[], Batch]] = deque()
     for call in calls:
         waiting.append(workers.submit(call.make).result if call.is_long else call.make)
@@ -167,12 +169,12 @@ def prefetched(workers: BatchWorkers, calls: Iterable[BatchCall]) -> Iterator[Ba
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShare:
-    """A rank's share of a step, or that of all ranks together."""
+    """One rank's share of a step, or the shares of all ranks together."""
 
     batches: int
     rows: int
     count: int
-    """What the loss is a mean of."""
+    """The number that the loss is a mean over."""
     tokens: int
     supervised: int
     digest: str
@@ -183,9 +185,9 @@ class StepShare:
 class StepBatches:
     own: list[Batch]
     idle: list[Batch]
-    """Run with weight zero, so that every rank runs as many micro-batches as the one with most."""
+    """Runs with weight zero, so that every rank runs as many micro-batches as the rank with the most."""
     whole: StepShare
-    """Over all ranks."""
+    """The share of all ranks together."""
 
 
 def share_step(ctx: TrainContext, batches: list[Batch]) -> StepBatches:
@@ -228,7 +230,7 @@ _TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}  # of the sum: a mean of
 
 
 def prove_sum(ctx: TrainContext) -> None:
-    """On two rows, before the first step of a custom model. The random number generators are left as they were."""
+    """Runs on two rows before the first step of a custom model and restores the random number generators."""
     family = custom_family_of(ctx.model)
     if family is None or ctx.compose is None or len(ctx.examples) < 2:
         return
@@ -251,7 +253,7 @@ def prove_sum(ctx: TrainContext) -> None:
 def require_sum(
     family: CustomFamily, forward: Forward, both: Batch, parts: Sequence[Batch], *, tolerance: float
 ) -> None:
-    """To be called without gradients and dropout, on rows with the same seeds."""
+    """Call it without gradients and dropout, on rows with the same seeds."""
     together, apart = custom_loss.count(both), sum(custom_loss.count(part) for part in parts)
     if together != apart:
         raise family.fault(
@@ -262,5 +264,5 @@ def require_sum(
     if abs(whole - alone) > tolerance * max(abs(whole), abs(alone)):
         raise family.fault(
             f"has a loss of {whole:.6g} for {both.num_rows} rows together and of {alone:.6g} for each alone: give the "
-            "sum over what count counts, never a mean, and let no row see another"
+            "sum over what count counts, never a mean, and let no row affect another"
         )

@@ -1,4 +1,4 @@
-"""What a worker holds while it trains, and what watches over it: stalls, loss spikes and requests to stop."""
+"""What a worker holds while it trains, and what watches it: stalls, loss spikes and requests to stop."""
 
 import faulthandler
 import os
@@ -42,7 +42,7 @@ class Watchdog:
     """Reports a stall once, with the stacks of all threads. Its thread lives as long as the `with` block."""
 
     def __init__(self, tell: Callable[..., Any], *, timeout: float = _STALL_SECONDS, log: TextIO | None = None) -> None:
-        """`tell` gets the event; the stacks go to `log`, by default standard error. `timeout`: in seconds."""
+        """`tell` receives the event; the stacks go to `log`, by default standard error. `timeout` is in seconds."""
         self._tell, self._timeout, self._log = tell, timeout, log
         self._beaten, self._what, self._is_told = time.monotonic(), "the start", False
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
@@ -83,15 +83,14 @@ _NORMAL = 1.4826  # median distance from the median -> standard deviation, for a
 
 
 class SpikeDetector:
-    """Finds a loss that jumps out of its recent past; it is only reported."""
+    """Finds losses far above their recent past. A spike is only reported."""
 
     def __init__(self, recent: Iterable[float] = ()) -> None:
         self._recent = deque(recent, maxlen=_WINDOW)
 
     def see(self, loss: float) -> float | None:
-        """The median of the steps before, if this one is a spike: far outside the scatter (a smooth curve has almost
-        none), and much higher than any step of the window (a skewed one has high steps). A lasting jump is reported
-        once."""
+        """The median of the recent losses if this loss is a spike: far outside their scatter (a smooth curve has almost
+        none) and far above each of them (a skewed curve has high steps). A lasting jump is reported once."""
         before = list(self._recent)
         self._recent.append(loss)
         if len(before) < _ENOUGH:
@@ -103,16 +102,18 @@ class SpikeDetector:
 
 
 class StopRequest:
-    """The current step is finished, a checkpoint is written, the process exits with code 3.
+    """A stop lets the current step finish and write a checkpoint; the process then exits with code 3.
 
-    SIGTERM, SIGINT, SIGHUP (a closed terminal), SIGUSR1 and SIGUSR2 (a scheduler's warning) request it; so does the end
-    of the launcher. A second SIGINT stops at once. One of several ranks is enough, and all stop after the same step."""
+    SIGTERM, SIGINT, SIGHUP (a closed terminal), SIGUSR1 and SIGUSR2 (a scheduler's warning) request a stop; so does the
+    end of the launcher. A second SIGINT stops at once. If one of several ranks gets a request, all stop after the same
+    step."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
 
     def listen(self, *, is_child_of_ours: bool = True) -> None:
-        """`is_child_of_ours`: standard input is a pipe from our own launcher; else the end of the parent is watched."""
+        """With `is_child_of_ours`, standard input is a pipe from our own launcher; otherwise the end of the parent is
+        watched."""
 
         def asked(number: int, _: FrameType | None) -> None:
             if number == signal.SIGINT and self.reason == signal.SIGINT.name:
@@ -126,7 +127,7 @@ class StopRequest:
         (when_launcher_ends if is_child_of_ours else when_parent_ends)(launcher_ended)
 
     def agreed(self, ranks: Ranks) -> str | None:
-        """The reason of the first rank that has one. Every rank has to ask, once per step."""
+        """The reason of the first rank that has one. Every rank must call it once per step."""
         if not ranks.any(self.reason is not None):
             return None
         return next(str(reason) for reason in ranks.gather(self.reason) if reason is not None)
@@ -139,22 +140,24 @@ class _LeverChange:
 
 
 class LeverChanges:
-    """The levers that OOM recovery has set, by step: a run that resumes from before changes them at the same step."""
+    """The levers that OOM recovery has set, by step: a run that resumes from an earlier step changes them at the same
+    step."""
 
     validation: Levers | None = None
-    """Of validations, once one did not fit; training keeps its own."""
+    """The levers of validations, if one did not fit; training keeps its own."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "lever_changes.jsonl"
         self._known = [(line.step, line.levers) for line in read_lines(self._path, _LeverChange)]
 
     def at(self, state: TrainState) -> Levers:
-        """Those of the step after `state`."""
+        """The levers of the step after `state`."""
         found = [levers for step, levers in self._known if step <= state.step]
         return found[-1] if found else state.levers
 
     def add(self, step: int, levers: Levers, *, writes: bool = True) -> None:
-        """Durable before it returns, so that the step is never tried again with the old levers. One rank writes."""
+        """Writes the levers durably before it returns, so that the step is never tried again with the old ones. One
+        rank writes."""
         self._known.append((step, levers))
         if writes:
             with Journal(self._path) as journal:
@@ -183,7 +186,7 @@ class TrainContext:
     stage: Stage
     model: nn.Module
     frozen: FrozenSums
-    """At the start of training."""
+    """Checksums of the frozen weights at the start of training."""
     forward: SwitchableForward
     objective: Objective
     engine: Engine
@@ -206,11 +209,11 @@ class TrainContext:
     watchdog: Watchdog
     usage: CardUsage
     measured_card: str | None = None
-    """The card whose worst batch is tried and compared with the prediction. None for several ranks, where one that ran
-    out of memory would leave the others waiting, and on a CPU, where the system would kill the process: its result
-    compares what the run itself held."""
+    """The card whose worst batch is run and compared with the prediction. None for several ranks, because one that ran
+    out of memory would leave the others waiting, and on a CPU, where the system would kill the process. On a CPU the
+    result compares what the run itself held."""
 
 
 def peak_bytes(device: str) -> int:
-    """Of this process so far: reserved on its card, resident on a CPU."""
+    """The peak of this process so far: reserved on its card, resident on a CPU."""
     return torch.cuda.max_memory_reserved() if device == "cuda" else read_peak_resident_bytes()

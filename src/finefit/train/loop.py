@@ -1,4 +1,5 @@
-"""One step after another, a line of metrics for each, a checkpoint when due; `TrainState` is all that changes."""
+"""Takes one step after another, writes a line of metrics for each, and a checkpoint when due. `TrainState` is all that
+changes."""
 
 import math
 import time
@@ -113,8 +114,8 @@ def _one_step(ctx: TrainContext, state: TrainState, loader: BatchLoader) -> Trai
 def _scaled_step(
     ctx: TrainContext, state: TrainState, batches: StepBatches
 ) -> tuple[StepOutcome | OutOfMemory, LossScale | None]:
-    """In fp16 the scale causes an overflow of the gradient as long as the loss is finite and the scale can be lowered:
-    the step is repeated at half the scale, with the same random numbers."""
+    """Repeats the step at half the loss scale, with the same random numbers, as long as the gradient overflows, the
+    loss is finite and the scale can be lowered."""
     scale = state.loss_scale
 
     def step(engine: Engine) -> StepOutcome:
@@ -188,7 +189,7 @@ def _applied(
 def _not_finite(
     ctx: TrainContext, state: TrainState, outcome: StepOutcome, random_before: dict[str, Tensor]
 ) -> TrainState:
-    """The update was not applied, so the weights are unchanged. The curve gets a gap, never a number."""
+    """The update was not applied, so the weights are unchanged. The curve gets a gap instead of a number."""
     step, skipped = state.step + 1, (*state.skipped_steps, state.step)
     found = f"loss {outcome.loss.item()}, gradient norm {outcome.grad_norm.item()}"
     ctx.metrics.write(event="not_finite", step=step, found=found)
@@ -219,7 +220,7 @@ def _not_finite(
 
 
 def _validated(ctx: TrainContext, state: TrainState, *, saving: bool) -> TrainState:
-    """The best is chosen among the steps that are saved and whose loss is a number."""
+    """The best checkpoint is chosen among the saved steps whose validation loss is a number."""
     found = validate_with_recovery(ctx, state)
     ctx.watchdog.beat(f"the validation of step {state.step}")
     if found is None:

@@ -1,6 +1,6 @@
-"""Recovery from running out of memory in a step: what it held is freed, the random numbers are restored, and all ranks
-repeat the same rows, fewer at once. The global batch, its count and its loss do not change. Only when every exact lever
-is pulled does the run stop, resumable."""
+"""Recovers when a step runs out of memory: its memory is freed, the random numbers are restored, and all ranks repeat
+the same rows with fewer at once. The global batch, its count and its loss do not change. The run stops, resumable, only
+when every exact lever is pulled."""
 
 import gc
 from collections import Counter
@@ -18,7 +18,7 @@ from finefit.artifacts.records import Levers, read_record
 from finefit.artifacts.rundir import RunDir
 from finefit.artifacts.stage_records import TrainState
 from finefit.data.collate import largest_row
-from finefit.errors import Resumable, is_out_of_memory
+from finefit.errors import Resumable, first_line, is_out_of_memory
 from finefit.objective.batch import Batch
 from finefit.spec.schema import DeepSpeed
 from finefit.step.engine import Engine
@@ -40,13 +40,13 @@ class OutOfMemory:
     message: str
     bytes_held: dict[str, int]
     partially_updated: bool
-    """Whether weights may have changed already: it happened within the update."""
+    """Whether weights may have changed already, because memory ran out within the update."""
 
 
 def attempt(run: Callable[[Engine], T], ctx: TrainContext, levers: Levers) -> T | OutOfMemory:
-    """The result of `run`, or how it ran out of memory on any rank; all ranks get the same of the two. Ranks that hold
-    whole models ask one another before they exchange gradients. A rank that runs out later, or whose engine exchanges
-    weights all the time, cannot wait: it records the next levers and ends, and the others with it."""
+    """The result of `run`, or how it ran out of memory on any rank; all ranks get the same one of the two. Ranks that
+    hold whole models ask one another before they exchange gradients. A rank that runs out later, or whose engine
+    exchanges weights all the time, cannot wait: it records the next levers and ends, and so do the other ranks."""
     can_agree = ctx.stage.engine.kind in ("single", "ddp")
     guarded = _GuardedEngine(ctx.engine, ctx.ranks if can_agree else ONE_RANK, updates_inside=levers.update == "inside")
     held: dict[str, int] = {}
@@ -57,7 +57,7 @@ def attempt(run: Callable[[Engine], T], ctx: TrainContext, levers: Levers) -> T 
     except (RuntimeError, MemoryError) as error:  # OutOfMemoryError is a RuntimeError
         if not is_out_of_memory(error):
             raise
-        message, is_here = (str(error) or type(error).__name__).splitlines()[0][:300], True
+        message, is_here = first_line(error)[:300], True
         if ctx.stage.device == "cuda":
             held = {"allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}
     # after the `except`: the frames of an error hold every tensor of the step
@@ -74,7 +74,7 @@ def attempt(run: Callable[[Engine], T], ctx: TrainContext, levers: Levers) -> T 
 
 
 def recover(ctx: TrainContext, state: TrainState, oom: OutOfMemory) -> TrainState:
-    """The same state with the next levers; the last checkpoint with them, where weights may be partially updated."""
+    """The same state with the next levers, or the last checkpoint with them if weights may be partially updated."""
     step, levers, earlier = state.step + 1, next_levers(state.levers, ctx), state
     if levers is None:
         pulled = f"with every exact lever pulled, {state.levers.micro_batch} row(s) at a time"
@@ -98,8 +98,8 @@ def recover(ctx: TrainContext, state: TrainState, oom: OutOfMemory) -> TrainStat
 
 
 def validate_with_recovery(ctx: TrainContext, state: TrainState) -> dict[str, float] | None:
-    """A validation that does not fit is repeated with smaller batches, and so are later ones; training keeps its
-    levers. None where no lever is left: training continues without it."""
+    """Repeats a validation that does not fit with smaller batches, which later ones keep; training keeps its own
+    levers. None if no lever is left; training then continues without validation."""
     levers = state.levers
     if (known := ctx.lever_changes.validation) is not None:  # no larger than what is known to fit a validation
         chunks = [chunk for chunk in (levers.loss_chunk, known.loss_chunk) if chunk is not None]
@@ -117,7 +117,7 @@ def validate_with_recovery(ctx: TrainContext, state: TrainState) -> dict[str, fl
 
 
 def _validated_under(ctx: TrainContext, levers: Levers, state: TrainState) -> dict[str, float] | OutOfMemory:
-    """With the model under these levers; training gets its own back."""
+    """Validates with the model under these levers; training then gets its own back."""
     is_other_model = replace(levers, micro_batch=state.levers.micro_batch) != state.levers
     if is_other_model:
         ctx.forward.change(levers)
@@ -128,7 +128,7 @@ def _validated_under(ctx: TrainContext, levers: Levers, state: TrainState) -> di
 
 
 def next_validation_levers(levers: Levers, ctx: TrainContext) -> Levers | None:
-    """Those exact levers that save memory where nothing is kept for backward."""
+    """The next exact levers that save memory when nothing is kept for backward."""
     if (at_once := min(levers.micro_batch, len(ctx.validation))) > 1:
         return replace(levers, micro_batch=at_once // 2)
     without_backward = replace(levers, recompute=len(layers_of(ctx.model)), keep_attention=False, offload=True)
@@ -137,7 +137,7 @@ def next_validation_levers(levers: Levers, ctx: TrainContext) -> Levers | None:
 
 
 def next_levers(levers: Levers, ctx: TrainContext) -> Levers | None:
-    """The next exact lever in the order of its price; None when all are pulled."""
+    """The next exact lever in order of cost; None when all are pulled."""
     rows = -(-min(ctx.stage.global_batch, len(ctx.examples)) // ctx.ranks.size)
     # an update inside backward needs all rows in one micro-batch
     if levers.update == "after" and (at_once := min(levers.micro_batch, rows)) > 1:
@@ -195,7 +195,8 @@ class _OutOfMemoryElsewhere(Exception): ...
 
 
 class _GuardedEngine:
-    """Of one attempt: asks the other ranks before the first exchange, and knows whether weights may have changed."""
+    """The engine of one attempt: asks the other ranks before the first exchange, and knows whether weights may have
+    changed."""
 
     def __init__(self, engine: Engine, ranks: Ranks, *, updates_inside: bool) -> None:
         self._engine, self._ranks, self._updates_inside = engine, ranks, updates_inside
@@ -203,7 +204,8 @@ class _GuardedEngine:
         self.has_agreed = self.partially_updated = False
 
     def _agree(self) -> None:
-        """Once: a rank that runs out before the first exchange answers the same question in `attempt`."""
+        """Asks the other ranks once: a rank that runs out before the first exchange answers the same question in
+        `attempt`."""
         if self._ranks.size > 1 and not self.has_agreed:
             self.has_agreed = True
             if self._ranks.any(False):
@@ -229,12 +231,13 @@ class _GuardedEngine:
 
 
 def holds_worst_batch(ctx: TrainContext, levers: Levers, batches: Sequence[Batch]) -> bool:
-    """Whether a step of these micro-batches needs as much as the worst batch, so that it measures it itself."""
+    """Whether a step of these micro-batches needs as much memory as the worst batch, so that it can be measured
+    instead."""
     return Counter(map(_size, _worst_batches(ctx, levers))) <= Counter(map(_size, batches))
 
 
 def _worst_batches(ctx: TrainContext, levers: Levers) -> list[Batch]:
-    """Two where gradients accumulate: the second is computed beside the gradients of the first."""
+    """Two batches if gradients accumulate, because the second is computed beside the gradients of the first."""
     rows = min(2 * levers.micro_batch, ctx.stage.global_batch, len(ctx.examples))
     worst, capacity = [largest_row(ctx.examples)] * rows, capacity_under(ctx, levers)
     return cut_batches(ctx, worst, range(rows), "measure", micro_batch=levers.micro_batch, capacity=capacity)
@@ -246,8 +249,8 @@ def _size(batch: Batch) -> tuple[tuple[int, ...], int, int, int]:
 
 
 def measure_worst_batch(ctx: TrainContext, levers: Levers) -> None:
-    """The largest batch that is possible, once, when the optimizer's state exists: so a card that is too small shows at
-    step 1. Nothing is applied, and the random numbers are restored. Skipped where backward itself updates."""
+    """Runs the largest possible batch once, when the optimizer's state exists, so that a card that is too small shows
+    at step 1. Nothing is applied, and the random numbers are restored. Skipped if backward itself updates."""
     if levers.update == "inside":
         return
     random_before = random_state()
@@ -275,7 +278,7 @@ def measure_worst_batch(ctx: TrainContext, levers: Levers) -> None:
 
 
 def record_measurement(ctx: TrainContext, *, step: int) -> None:
-    """After the worst batch, of whichever step."""
+    """Called after the worst batch, in whichever step it came."""
     assert ctx.measured_card is not None
     memory = {"predicted_bytes": ctx.stage.predicted_bytes, "measured_bytes": peak_bytes(ctx.stage.device)}
     found = Measurement(card=ctx.measured_card, **memory)

@@ -1,4 +1,4 @@
-"""The ranks of one training: how they find each other, prove that they are alike, and agree on decisions."""
+"""The ranks of one training: how they find each other, prove that they have the same setup, and agree on decisions."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ from finefit import __version__
 from finefit.artifacts.processes import RankEnv
 from finefit.artifacts.rundir import StageDir
 from finefit.artifacts.stage_records import Stage
-from finefit.errors import FinefitError, RunError, WorkerDied
+from finefit.errors import FinefitError, RunError, WorkerDied, first_line
 from finefit.facts.files import sha256_of
 from finefit.facts.machine import read_version
 
@@ -37,13 +37,13 @@ class Ranks(Protocol):
     rank: int
     size: int
     is_first: bool
-    """The one that writes: metrics, checkpoints, the result."""
+    """Whether this rank writes metrics, checkpoints and the result."""
 
     def any(self, claim: bool) -> bool:
-        """Whether any rank claims it; every rank gets the same answer, so every rank has to ask."""
+        """Whether the claim holds on any rank. Every rank gets the same answer, so every rank must call it."""
 
     def gather(self, value: Any) -> Sequence[Any]:
-        """Plain data of every rank, by rank."""
+        """Plain data from every rank, in rank order."""
 
     def barrier(self) -> None: ...
 
@@ -65,7 +65,7 @@ ONE_RANK = OneRank()
 
 
 class ManyRanks:
-    """Over its own group on the host (gloo), so that agreeing never waits for a card."""
+    """Ranks communicate over their own group on the host (gloo), so that agreement never waits for a card."""
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: timedelta = _TIMEOUT) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -92,7 +92,8 @@ class ManyRanks:
 
 @contextmanager
 def joined(place: RankEnv, store: Store, *, device: str, timeout: timedelta = _TIMEOUT) -> Iterator[ManyRanks]:
-    """torch's process group, for as long as the block lasts: NCCL between cards, gloo between processes on a CPU."""
+    """Keeps torch's process group for the duration of the block: NCCL between cards, gloo between processes on a
+    CPU."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     card = torch.device("cuda", place.local_rank) if device == "cuda" else None
     with peers_named(place.rank, "joining the process group"):
@@ -105,7 +106,7 @@ def joined(place: RankEnv, store: Store, *, device: str, timeout: timedelta = _T
 
 
 def open_store(place: RankEnv, *, timeout: timedelta) -> Store:
-    """Where ranks exchange messages. The first one holds it, unless torchrun does."""
+    """The store through which ranks exchange messages. The first rank hosts it, unless torchrun does."""
     is_holder = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -121,12 +122,8 @@ def open_store(place: RankEnv, *, timeout: timedelta) -> Store:
         raise WorkerDied(problem, remedy) from None
 
 
-def first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
 def lost_peers(error: RuntimeError) -> bool:
-    """Whether this rank fails because of another one."""
+    """Whether this rank fails because it lost another one."""
     return isinstance(error, dist.DistError) or any(mark in str(error) for mark in _LOST)
 
 
@@ -145,7 +142,8 @@ def peers_named(rank: int, doing: str) -> Iterator[None]:
 
 
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
-"""Between the first and the last rank; loading Python and torch from a slow shared disk takes a minute."""
+"""The time allowed between the first and the last rank; loading Python and torch from a slow shared disk takes a
+minute."""
 _POLL_SECONDS = 0.1
 _PACKAGES = ("torch", "transformers", "peft", "deepspeed")
 _MUCH_LESS = 0.8  # of the most free memory on any card: below it another program uses the card
@@ -162,7 +160,7 @@ class RankInfo:
     versions: dict[str, str]
     stage_sha256: str
     prepared: dict[str, str]
-    """sha256 of each prepared file as this rank reads it; `missing` where it does not see one."""
+    """sha256 of each prepared file as this rank reads it; `missing` if it cannot see one."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
@@ -189,7 +187,7 @@ def describe_rank(where: StageDir, stage: Stage, place: RankEnv) -> RankInfo:
 
 
 def rendezvous(info: RankInfo, store: Store, *, size: int, timeout: timedelta = RENDEZVOUS_TIMEOUT) -> list[RankInfo]:
-    """All ranks in order, before anything is loaded. Those that are missing when the time is up are named."""
+    """Yields all ranks in order, before anything is loaded. Ranks that are missing when the time is up are named."""
     keys, deadline = [f"rendezvous/{rank}" for rank in range(size)], time.monotonic() + timeout.total_seconds()
     try:
         store.set(keys[info.rank], json.dumps(asdict(info)))
@@ -213,20 +211,20 @@ def rendezvous(info: RankInfo, store: Store, *, size: int, timeout: timedelta = 
 def rank_group(
     where: StageDir, stage: Stage, place: RankEnv | None, store: Store | None
 ) -> Iterator[tuple[Ranks, Sequence[RankInfo]]]:
-    """The other ranks, after the rendezvous has found them alike."""
+    """The group of all ranks, once the rendezvous has verified that their setups are the same."""
     if place is None or place.size == 1:
         yield ONE_RANK, ()
         return
     store = store or open_store(place, timeout=RENDEZVOUS_TIMEOUT)
     infos = rendezvous(describe_rank(where, stage, place), store, size=place.size)
-    for line in require_alike_ranks(infos, stage):
+    for line in require_same_setup(infos, stage):
         log.warning(line)
     with joined(place, store, device=stage.device) as ranks:
         yield ranks, infos
 
 
-def require_alike_ranks(ranks: Sequence[RankInfo], stage: Stage) -> list[str]:
-    """Refuses ranks that differ from the others; returns warnings. Whether a stage fits at all was planned before."""
+def require_same_setup(ranks: Sequence[RankInfo], stage: Stage) -> list[str]:
+    """Refuses ranks that differ from the others; returns warnings. Whether a stage fits was planned before."""
     found: list[str] = []
     for name in sorted({name for rank in ranks for name in rank.versions}):
         found += _differing(ranks, name, [rank.versions.get(name, "none") for rank in ranks])
@@ -244,7 +242,7 @@ def require_alike_ranks(ranks: Sequence[RankInfo], stage: Stage) -> list[str]:
     needed = stage.predicted_bytes
     found += [f"{words}; {needed:,} are needed" for words, free_bytes in short.items() if free_bytes < needed]
     if found:
-        problem = "the ranks are not alike:\n" + "\n".join(f"  {line}" for line in found)
+        problem = "the ranks differ:\n" + "\n".join(f"  {line}" for line in found)
         remedy = "all ranks need the same versions, the same run directory and a card that nothing else uses"
         raise RunError(problem, remedy)
     return list(short)

@@ -1,12 +1,12 @@
-"""The starting model's log-probabilities of all pairs, computed before the first step and kept in the stage directory;
-and the proof that DPO starts at its reference. Pairs that are not done yet are NaN, so a stopped computation resumes.
-The micro-batches do not depend on where it was stopped, so neither do the numbers."""
+"""Computes the starting model's log-probabilities of all pairs before the first step, keeps them in the stage
+directory, and proves that DPO starts at its reference. Pairs that are not done yet are NaN, so a stopped computation
+resumes. The micro-batches do not depend on where it was stopped, so neither do the numbers."""
 
 import hashlib
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import overload
@@ -18,12 +18,13 @@ from safetensors.numpy import save_file
 
 from finefit.artifacts.atomic import Journal, staged_file
 from finefit.artifacts.cache import content_key
+from finefit.artifacts.reading import is_there
 from finefit.data.batch_workers import BatchWorkers
 from finefit.data.collate import Collator, grouped
 from finefit.data.examples import ExamplePairs, Pair, TrainRow
 from finefit.data.order import part_of_rank, rows_of_step
-from finefit.errors import FindingError, Interrupted
-from finefit.facts.files import sha256_of
+from finefit.errors import FindingError, Interrupted, ModelError, first_line
+from finefit.facts.files import read_weight_file, sha256_of
 from finefit.model.load import starting_adapter
 from finefit.model.resolve_model import ADAPTER_WEIGHTS
 from finefit.objective.batch import Batch, Forward
@@ -38,7 +39,7 @@ from finefit.train.saver import Saver
 log = logging.getLogger("finefit")
 _SAVE_SECONDS, _TOLD_SECONDS = 60.0, 10.0
 Values = dict[str, NDArray[np.float32]]
-"""By file: a row for each distinct pair, a column for each side."""
+"""A row for each distinct pair and a column for each side, by file."""
 
 
 class ReferencedPairs(Sequence[Pair]):
@@ -65,7 +66,7 @@ class ReferencePass:
     """Computes the reference of a model that no step has changed yet."""
 
     saver: Saver
-    """Of the same model, stage and ranks."""
+    """The saver of the same model, stage and ranks."""
     forward: Forward
     collator: Collator
     workers: BatchWorkers
@@ -77,8 +78,8 @@ class ReferencePass:
     _told: float = field(init=False)
 
     def rows(self, rows: Mapping[str, Sequence[TrainRow]]) -> dict[str, Sequence[TrainRow]]:
-        """By the names of their files; unchanged where no reference is cached. To be called before a checkpoint is
-        restored: a missing file is made again, always from the starting weights."""
+        """The rows with their references, by file name; unchanged if no reference is cached. Call it before a
+        checkpoint is restored, because a missing file is computed again and needs the starting weights."""
         stage = self.saver.stage
         if not is_reference_cached(stage.objective, stage.tuning):
             return dict(rows)
@@ -91,7 +92,7 @@ class ReferencePass:
         tuning = stage.tuning.model_dump(mode="json", exclude={"adapter", "dropout"})
         key = [files, stage.model_fingerprint, stage.template_sha256, tuning, content, stage.precision]
         self._key = content_key(key)
-        self._values = _read(self.saver.where.reference, self._key, unknown) or unknown
+        self._values = _read(self.saver.where.reference, self._key, unknown, self._reject) or unknown
         self.saver.ranks.barrier()  # no rank writes before all have read
         self._saved = self._told = time.monotonic()
         if self._num_missing():
@@ -125,7 +126,8 @@ class ReferencePass:
                 self._tell()
 
     def _sums(self, batch: Batch) -> NDArray[np.float32]:
-        """Of both sides of each pair. An adapter that no step has changed belongs to the starting model."""
+        """The summed log-probabilities of both sides of each pair. An adapter that no step has changed is part of the
+        starting model."""
         with eval_without_grad(self.saver.model):
             sums_R = sequence_sums(self.forward(on_device(batch, self.saver.stage.device)), paired_of(batch))
         sides: NDArray[np.float32] = sums_R.float().cpu().numpy().reshape(2, -1).T
@@ -137,6 +139,11 @@ class ReferencePass:
             with staged_file(self.saver.where.reference, sum(v.nbytes for v in self._values.values())) as temporary:
                 save_file(self._values, temporary, metadata=about)
         self._saved = time.monotonic()
+
+    def _reject(self, why: str) -> None:
+        line = f"{self.saver.where.reference.name} {why} and is made again"
+        log.warning(line)
+        self.metrics.write(event="rejected", note=line)
 
     def _tell(self) -> None:
         if self.saver.ranks.is_first:
@@ -151,11 +158,13 @@ class ReferencePass:
         return sum(map(len, self._values.values()))
 
 
-def _read(path: Path, key: str, wanted: Values) -> Values | None:
-    """The cached values of these rows and this model; None where there are none, or none that can be trusted."""
-    if not path.exists():
+def _read(path: Path, key: str, wanted: Values, reject: Callable[[str], None]) -> Values | None:
+    """The cached values of these rows and this model; None where there are none, or none that can be trusted, which
+    `reject` hears: nothing but time is lost with them."""
+    if not is_there(path):
         return None
     try:
+        read_weight_file(path)  # a file, and as large as its header says
         with safe_open(path, "numpy") as file:
             about = file.metadata() or {}
             found: Values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is not a dict
@@ -165,9 +174,9 @@ def _read(path: Path, key: str, wanted: Values) -> Values | None:
             why = "is damaged"
         else:
             return {name: array.copy() for name, array in found.items()}
-    except SafetensorError as error:
-        why = f"cannot be read ({error})"
-    log.warning("%s %s and is made again", path.name, why)
+    except (SafetensorError, ModelError, OSError) as error:
+        why = f"cannot be read ({first_line(error)})"
+    reject(why)
     return None
 
 
@@ -179,13 +188,13 @@ def _digest(values: Values) -> str:
 
 
 _NOISE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2}
-"""Difference of a token's log-probability in another batch with the same weights, by precision."""
+"""How much a token's log-probability differs in another batch with the same weights, by precision."""
 _EXACT, _ROWS = 1e-6, 4
 
 
 def require_dpo_start(ctx: TrainContext) -> None:
-    """Before the first update the model is its own reference, so the DPO loss is ln 2, whatever the rows. Tested on the
-    first rows of the first step, one at a time, without dropout. The random numbers are restored."""
+    """Before the first update the model is its own reference, so the DPO loss is ln 2, whatever the rows. This is
+    tested on the first rows of the first step, one at a time, without dropout. The random numbers are restored."""
     stage, asked = ctx.stage, ctx.stage.objective
     if not isinstance(asked, Dpo):
         return
@@ -208,7 +217,7 @@ def require_dpo_start(ctx: TrainContext) -> None:
     if is_reference_cached(asked, stage.tuning):
         remedy = "remove reference.safetensors from the stage directory and give the same command again"
     raise FindingError(
-        f"before the first step the DPO loss is {worst:.6f}; it must be ln 2 = {math.log(2):.6f} (to {allowed:.0e}), "
-        "since model and reference are the same weights there: the reference is not where training starts",
+        f"before the first step the DPO loss is {worst:.6f} and not ln 2 = {math.log(2):.6f} (within {allowed:.0e}), "
+        "although model and reference have the same weights there: the reference is not the starting model",
         remedy,
     )

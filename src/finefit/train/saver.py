@@ -26,7 +26,7 @@ _SLACK_BYTES = 1 << 20
 
 @dataclass(slots=True, kw_only=True)
 class Saver:
-    """All ranks have one: all gather and restore a checkpoint, the first one writes it."""
+    """Every rank has a saver: all gather and restore a checkpoint, and the first writes it."""
 
     where: StageDir
     stage: Stage
@@ -35,7 +35,7 @@ class Saver:
     layout: Layout = SINGLE_PROCESS
     ranks: Ranks = ONE_RANK
     kept: saved_weights.FrozenWeights | None = None
-    """The source of the frozen weights where only a part of a model is trained."""
+    """The source of the frozen weights if only a part of the model is trained."""
     resumed_from: int | None = None
     last: int | None = None
     """The step of the newest checkpoint that this process wrote or resumed from."""
@@ -88,7 +88,7 @@ class Saver:
 
 
 def first_acts(ranks: Ranks, act: Callable[[], None]) -> None:
-    """The others wait for the first rank, and fail with it."""
+    """The other ranks wait for the first one and fail if it fails."""
     error: FinefitError | None = None
     if ranks.is_first:
         try:
@@ -104,8 +104,9 @@ def first_acts(ranks: Ranks, act: Callable[[], None]) -> None:
 
 
 def agreed_checkpoint(where: StageDir, stage: Stage, ranks: Ranks) -> tuple[Path | None, list[str]]:
-    """The newest verified checkpoint of this stage, and a line for each rejected one. One of another model, template or
-    adapter is an error. The same on all ranks: copies of different steps would silently train on together."""
+    """The newest verified checkpoint of this stage, and a line for each rejected one. A checkpoint of another model,
+    template or adapter is an error. All ranks get the same one: copies of different steps would silently train on
+    together."""
     checkpoint, rejected = checkpoints.newest_verified(where.checkpoints)
     if checkpoint is None and checkpoints.list_checkpoints(where.checkpoints):
         problem = "no checkpoint verifies:\n" + "\n".join(rejected)

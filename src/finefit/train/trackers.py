@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from finefit.artifacts.atomic import parse_line, write_text
-from finefit.artifacts.reading import is_there, open_to_append, read_document
+from finefit.artifacts.reading import is_there, lines_of, open_file, open_to_append, read_document
 from finefit.artifacts.records import Run, read_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.errors import RunError
@@ -45,12 +45,12 @@ class Tracking:
         lines: Path | None = None,
         offset: int | None = None,
     ) -> None:
-        """`lines`: the file, by default the metrics; from `offset` on, by default from its end."""
+        """`lines` is the file, by default the metrics; reading starts at `offset`, by default at its end."""
         self._where, self._trackers, self._tell = where, trackers, tell
         self._last_seconds = last_seconds or _LAST_SECONDS
         self._lines, self._offset = lines or where.metrics, offset
         self._fed: list[tuple[str, subprocess.Popen[bytes], int]] = []
-        """Kind, process, and the offset in the lines that it began at."""
+        """Kind, process, and the offset in the lines at which it began."""
 
     def __enter__(self) -> "Tracking":
         run = self._where.run
@@ -115,9 +115,9 @@ class MetricPoint:
     step: int
     values: dict[str, float]
     texts: dict[str, str] = field(default_factory=dict)
-    """Scored answers by name."""
+    """Scored answers, by name."""
     end: int
-    """Where the line ends in the file."""
+    """The offset in the file at which the line ends."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,17 +126,17 @@ class Delivery:
     sent: int = 0
     dropped: int = 0
     problem: str | None = None
-    """The last one."""
+    """The latest problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """By which a tracker recognises a run that resumes."""
+    """Identifies a run to a tracker when the run resumes."""
 
     project: str
     name: str
     folder: Path
-    """For the tracker's own files."""
+    """A folder for the tracker's own files."""
 
 
 Sink = tuple[Callable[[int, Mapping[str, float], Mapping[str, str]], None], Callable[[], Any]]
@@ -171,7 +171,7 @@ def _wandb(run: Identity) -> Sink:
     opened = wandb.init(**about, resume="allow", settings=settings)
 
     def log(step: int, values: Mapping[str, float], texts: Mapping[str, str]) -> None:
-        """Its own steps only increase, so a checkpoint's step is a value beside the scores."""
+        """A tracker's own steps can only increase, so a checkpoint's step is logged as a value beside the scores."""
         if not texts:
             opened.log(dict(values), step=step)
             return
@@ -225,9 +225,9 @@ def tracker_log(where: StageDir, kind: str) -> Path:
 
 def metric_points(lines: Path, offset: int) -> Iterator[MetricPoint]:
     """The metrics of complete lines from `offset` on."""
-    with lines.open("rb") as file:
+    with open_file(lines) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
         file.seek(offset)
-        for line in file:
+        for line in lines_of(file, lines):
             offset += len(line)
             if not line.endswith(b"\n"):
                 return
@@ -282,7 +282,7 @@ def feed(where: StageDir, kind: str, project: str, lines: Path, offset: int, is_
 
 
 def _words(error: Exception) -> str:
-    """Without secrets of the environment, which a package may name in its error."""
+    """The error's text without secrets from the environment, which a package may include in it."""
     text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     for name, value in os.environ.items():
         if len(value) >= _SECRET_LENGTH and any(word in name.upper() for word in _SECRET_WORDS):
@@ -295,7 +295,7 @@ def main() -> NoReturn:
     is_over = threading.Event()
 
     def wait_for_the_end() -> None:
-        """The process must end by itself: its parent may be gone, and a tracker may block forever."""
+        """The process must end by itself, because its parent may be gone and a tracker may block forever."""
         while os.read(sys.stdin.fileno(), 1024):
             pass
         is_over.set()

@@ -1,4 +1,5 @@
-"""The loss of held-out rows, with perplexity or rewards, and at the end where a mixture routes tokens."""
+"""The loss of held-out rows, with perplexity or rewards, and at the end of training the experts to which a mixture
+routes tokens."""
 
 import logging
 import math
@@ -29,7 +30,7 @@ log = logging.getLogger("finefit")
 
 
 def validate(ctx: TrainContext, micro_batch: int) -> dict[str, float]:
-    """Means over all validation rows and ranks, without dropout and packing, whatever the micro-batch."""
+    """Means over all validation rows and ranks, without dropout or packing, whatever the micro-batch."""
     names, sums = _sums(ctx, micro_batch)
     total, count, *measures = ctx.engine.sum(sums).tolist()
     means = {LOSS: total / count} | {name: value / count for name, value in zip(names, measures, strict=True)}
@@ -57,9 +58,9 @@ def _sums(ctx: TrainContext, micro_batch: int) -> tuple[list[str], Tensor]:
 
 
 def record_routing(ctx: TrainContext, where: StageDir, step: int) -> None:
-    """Writes routing.json and routing.svg: where the tokens of each data set go, by held-out rows or else training
-    rows. The tokens that every row starts with are skipped: words of a template belong to no data set. Training is
-    saved by then, so a failure is only logged."""
+    """Writes routing.json and routing.svg: the experts to which the tokens of each data set are routed, measured on
+    held-out rows or, if there are none, on training rows. The tokens that every row starts with are skipped, because a
+    template's words belong to no data set. Training is saved by then, so a failure is only logged."""
     if not isinstance(ctx.stage.objective, Router) or not ctx.ranks.is_first:
         return
     if ctx.ranks.size > 1 and divides_weights(ctx.stage.engine):
@@ -83,7 +84,7 @@ def record_routing(ctx: TrainContext, where: StageDir, step: int) -> None:
 
 
 def _by_source(where: StageDir, examples: Sequence[TrainRow], split: str) -> Mapping[str, list[tuple[int, ...]]]:
-    """The first rows of each, in the order of the ledger; rows that are repeated come as often."""
+    """The first rows of each source, in the order of the ledger; repeated rows count each time."""
     sources = read_lines(where.ledger, SourceLedger, lambda line: "read" in line)
     entries = [source for source in sources if source.split == split]
     ends = list(accumulate(entry.examples + entry.repeated for entry in entries))

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import Store
 from finefit.artifacts.atomic import Journal, read_steps, sweep
 from finefit.artifacts.checkpoint import list_checkpoints, step_of
 from finefit.artifacts.processes import RankEnv, rank_env_of, recorded_variables
+from finefit.artifacts.reading import require_regular_files
 from finefit.artifacts.records import Failure, Levers, read_record, write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.artifacts.stage_records import Stage, StageResult, TrainState
@@ -66,7 +67,8 @@ log = logging.getLogger("finefit")
 def run_stage(
     where: StageDir, stop: StopRequest, place: RankEnv | None = None, store: Store | None = None
 ) -> StageResult:
-    """`place`: this process among the ranks; `store`: where they exchange messages, if it is open already."""
+    """`place` is this process's position among the ranks; `store` is where they exchange messages, if it is open
+    already."""
     stage = read_record(where.stage, Stage)
     _set_up_torch(stage, place)
     with rank_group(where, stage, place, store) as (ranks, infos):
@@ -133,11 +135,12 @@ def _make_context(
     note_memory: Callable[[str, int], None],
     workers: BatchWorkers,
 ) -> tuple[TrainContext, TrainState]:
-    """Everything is as at the start of training until `_start_or_resume`."""
+    """Nothing is restored before `_start_or_resume`."""
     checkpoint, rejected = agreed_checkpoint(where, stage, ranks)  # verified before a weight is loaded
     for line in rejected:
         log.warning(line)
         metrics.write(event="rejected", note=line)
+    require_regular_files(where.tokenizer)
     names = [name for name in stage.prepared if name.endswith(".safetensors")]
     examples = {name: open_examples(where.verified(name, stage.prepared)) for name in names}
     model, folder, kept = _load_model(where, stage, num_ranks=ranks.size)
@@ -270,7 +273,8 @@ def measured_card(device: str, *, num_ranks: int) -> str | None:
 def work(
     where: StageDir, place: RankEnv | None = None, store: Store | None = None, *, is_child_of_ours: bool = True
 ) -> int:
-    """The exit code; a failure's reason is in this rank's result. After a success only the first rank writes one."""
+    """The exit code; the reason of a failure is in this rank's result. After a success only the first rank writes a
+    result."""
     stop = StopRequest()
     stop.listen(is_child_of_ours=is_child_of_ours)
     rank = 0 if place is None else place.rank

@@ -1,4 +1,4 @@
-"""Families of vision-language models, by the `model_type` of their config, and which modules of a model belong to its
+"""Families of vision-language models, by the `model_type` of their config, and the modules of a model that form its
 vision tower, its projector and its language model."""
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ FAMILIES: Mapping[str, VisionFamily] = {
 
 
 def geometry_of(config: Config) -> ImageGeometry | None:
-    """None for a model that takes no images."""
+    """Returns None for a model without images."""
     family = FAMILIES.get(str(config.get("model_type")))
     return None if family is None else family.geometry(config)
 
@@ -50,25 +50,25 @@ def vision_forward_of(config: PretrainedConfig) -> VisionForward | None:
 
 
 def without_adapter(model: nn.Module) -> nn.Module:
-    """The model that peft has wrapped, or the model itself."""
+    """Returns the model that peft has wrapped, or the model itself."""
     unwrap = getattr(model, "get_base_model", None)  # asking peft for its class would import it in data workers
     found: nn.Module = model if unwrap is None else unwrap()
     return found
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """The class by which transformers builds and loads such a model."""
+    """Returns the class with which transformers builds and loads such a model."""
     return AutoModelForCausalLM if vision_forward_of(config) is None else AutoModelForImageTextToText
 
 
 def vision_forward_in(model: nn.Module) -> VisionForward | None:
-    """Of a model in memory, with adapters or without; None for a model that takes no images."""
+    """Returns the forward of a model in memory, with or without adapters; None for a model without images."""
     config = getattr(without_adapter(model), "config", None)
     return vision_forward_of(config) if isinstance(config, PretrainedConfig) else None
 
 
 def tower_of(vision_forward: VisionForward, name: str) -> Tower | None:
-    """Of the module or parameter with this dotted name; None where it belongs to no tower."""
+    """Returns the tower of the module or parameter with this dotted name; None if it belongs to no tower."""
     inside = [
         (len(prefix), tower)
         for tower, prefixes in vision_forward.towers.items()
@@ -79,18 +79,19 @@ def tower_of(vision_forward: VisionForward, name: str) -> Tower | None:
 
 
 def tower_in(model: nn.Module, name: str) -> Tower | None:
-    """Of a parameter or module, with or without peft's prefix; None also for a model that takes no images."""
+    """Returns the tower of a parameter or module, with or without peft's prefix; None also for a model without
+    images."""
     vision_forward = vision_forward_in(model)
     return None if vision_forward is None else tower_of(vision_forward, name.removeprefix(_PEFT_PREFIX))
 
 
 def unused_modules(model: nn.Module) -> tuple[str, ...]:
-    """Dotted names of the modules of a vision tower that no image passes through, since features are taken before
-    them. They get no gradient, so none of them is trained."""
+    """Returns the dotted names of vision-tower modules that no image reaches, because features are taken before them.
+    They get no gradient, so none of them is trained."""
     causal, vision_forward, found = without_adapter(model), vision_forward_in(model), list[str]()
     for tower in () if vision_forward is None else vision_forward.towers["vision"]:
         parts = dict(causal.get_submodule(tower).named_modules())
-        # LLaVA takes the features after one or several layers and leaves out what follows
+        # LLaVA takes the features after one or several layers and skips what follows
         features = getattr(causal.config, "vision_feature_layer", None)
         if features is not None and _LAYERS in parts:
             depth = len(list(parts[_LAYERS].children()))

@@ -1,9 +1,8 @@
-"""What a family of vision-language models provides: an `ImageGeometry`, known from the config alone and enough for
-shapes; an `ImageProcessor`, which adds the model's own scaling and cutting of pixels; a `VisionForward`, which runs the
-model on a batch.
+"""What a family of vision-language models provides: an `ImageGeometry`, which is known from the config alone and
+sufficient for shapes; an `ImageProcessor`, which adds the model's own scaling and cutting of pixels; and a
+`VisionForward`, which runs the model on a batch.
 
-B rows, T tokens, I image tokens of a whole batch.
-"""
+B rows, T tokens, I image tokens of a whole batch."""
 
 import hashlib
 import json
@@ -31,9 +30,9 @@ Config = Mapping[str, Any]
 Size = tuple[int, int]
 """Width and height in pixels, as decoded."""
 Grid = tuple[int, ...]
-"""What the tower gets of an image, in the family's own units: patches (frames, height, width), or tiles."""
+"""The tower's input for an image, in the family's own units: patches (frames, height, width), or tiles."""
 Pixels = Mapping[str, NDArray[Any]]
-"""Of one image, as the tower takes them, by name."""
+"""The pixel tensors of one image by name, in the form that the tower takes."""
 
 
 class ImageInput(NamedTuple):
@@ -52,21 +51,21 @@ ImageRows = Sequence[Sequence[ImageInput]]
 class ImageGeometry(Protocol):
     @property
     def image_token(self) -> int:
-        """Its embeddings are replaced by the features of the images, in order."""
+        """The token whose embeddings are replaced by the features of the images, in order."""
 
     def num_tokens(self, grid: Grid) -> int:
-        """Image tokens of one image: as many as the tower gives features."""
+        """Returns the image tokens of one image, which equal the features of the tower."""
 
     def square_grid(self, side: int) -> Grid:
-        """Of a square image with `side` pixels that no processor scales, in whole units of the family."""
+        """Returns the grid of an unscaled square image with `side` pixels, in whole units of the family."""
 
     def blank_pixels(self, grid: Grid) -> Pixels:
-        """Zeros in the shapes and types of real pixels."""
+        """Returns zeros in the shapes and dtypes of real pixels."""
 
     def extra(self, input_ids_BT: TokenIds, lengths: Lengths, rows: ImageRows, prompts: Lengths | None = None) -> Extra:
-        """What a batch carries beside its tokens, which are padded on the right to more than their own `lengths`. The
-        tensor `places_I` holds the flat positions in B x T of the image tokens, in order; the rest is between a
-        family's geometry and its forward. Without images it holds only what rows of text need (positions, masks).
+        """Returns what a batch carries besides its tokens, which are padded on the right beyond their own `lengths`.
+        The tensor `places_I` holds the flat positions in B x T of the image tokens, in order; the rest is private to a
+        family's geometry and forward. Without images it holds only what rows of text need (positions, masks).
         `prompts`: the number of tokens before each row's first supervised one, for families with bidirectional prompts;
         None: the rows are prompts alone."""
 
@@ -77,58 +76,60 @@ class ImageProcessor:
 
     geometry: ImageGeometry
     placeholder: str
-    """What the chat template writes where an image belongs; users may not write it."""
+    """The chat template's text for an image; users may not write it."""
     identity: str
-    """Equal where equal images become equal pixels and tokens."""
+    """Equal if equal images become equal pixels and tokens."""
     grid: Callable[[Size], Grid]
-    """Of an image of this size. Raises ValueError for one that the model's processor refuses."""
+    """Returns the grid of an image of this size. Raises ValueError if the model's processor rejects it."""
     text: Callable[[Size], str]
-    """What replaces the placeholder in the prompt, with as many image tokens as there will be features."""
+    """Returns the text that replaces the placeholder in the prompt, with as many image tokens as there will be
+    features."""
     pixels: Callable[[PIL.Image.Image], Pixels]
-    """Of an image in RGB. Called in processes without a GPU."""
+    """Returns the pixels of an RGB image. Called in processes without a GPU."""
     plain_prompt: Callable[[str, str], str] = lambda prompt, start: start + prompt
-    """(prompt, start) -> the text of a prompt without a chat template. The prompt has placeholders where its images
-    belong; the start is the tokenizer's start token."""
+    """(prompt, start) -> the text of a prompt without a chat template. The prompt has placeholders for its images; the
+    start is the tokenizer's start token."""
     views: int | None = None
     """Images that every row must have; None: any number."""
 
 
 class VisionForward(Protocol):
-    """Runs the vision tower, puts its features in the places of the image tokens and runs the language model. The
-    models' own forward would search for image tokens on the device and wait for it."""
+    """Runs the vision tower, inserts its features at the image tokens and runs the language model. The models' own
+    forward would search for image tokens on the device and wait for it."""
 
     @property
     def towers(self) -> Mapping[Tower, tuple[str, ...]]:
-        """Dotted names of modules below the whole model; the longest matching prefix decides the tower of a module."""
+        """Dotted names of modules in the whole model; the longest matching prefix decides the tower of a module."""
 
     def __call__(self, backbone: nn.Module, input_ids_BT: Tensor, extra: Extra | None, **settings: Any) -> ModelOutput:
-        """With `last_hidden_state`. `extra` comes from the family's geometry; None: text alone. `settings` go to the
-        language model (a cache, ...). Reads nothing on the host, so a rehearsal runs the same code."""
+        """Returns an output with `last_hidden_state`. `extra` comes from the family's geometry; None: text alone.
+        `settings` are passed to the language model (a cache, ...). Reads nothing on the host, so a rehearsal runs the
+        same code."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisionFamily:
     geometry: Callable[[Config], ImageGeometry]
     processor: Callable[[Path, Config, ImageLimits], ImageProcessor]
-    """From a folder with the model's processor."""
+    """Opens the processor from a folder with the model's files."""
     forward: VisionForward
 
 
 def typed_config(config: Config) -> Any:
-    """The family's config class, with its defaults for what config.json leaves out."""
-    with reading_model(f"the config.json of a {config['model_type']}", "take the config.json of the published model"):
+    """Returns the family's config class, with its defaults for what config.json omits."""
+    with reading_model(f"the config.json of a {config['model_type']}", "use the config.json of the published model"):
         return CONFIG_MAPPING[str(config["model_type"])].from_dict(dict(config))
 
 
 def load_processor(folder: Path, pil: type[BaseImageProcessor] | None = None) -> Any:
-    """The model's own, always with PIL: torchvision gives slightly different pixels, and rows would depend on the
-    machine that prepared them. `pil`: its class where transformers does not find it by itself."""
+    """Loads the model's own processor, always with PIL: torchvision gives slightly different pixels, so rows would
+    depend on the machine that prepared them. `pil`: its class, if transformers does not find it by itself."""
     with reading_model(f"the image processor of {folder}", "put the model's preprocessor_config.json there"):
         return AutoImageProcessor.from_pretrained(folder, backend="pil") if pil is None else pil.from_pretrained(folder)
 
 
 def special_token(folder: Path, name: str = "image_token", default: str = "<image>") -> str:
-    """As the tokenizer's settings spell it, or the family's default."""
+    """Returns the token as the tokenizer's settings spell it, or the family's default."""
     path = folder / "tokenizer_config.json"
     settings = read_object(path) if path.is_file() else {}
     extra = settings.get("extra_special_tokens")
@@ -137,6 +138,7 @@ def special_token(folder: Path, name: str = "image_token", default: str = "<imag
 
 
 def processor_identity(processor: Any, *others: object) -> str:
-    """A digest of all that turns an image into pixels and tokens: its processor, and what the family adds."""
+    """Returns a digest of everything that turns an image into pixels and tokens: its processor, and what the family
+    adds."""
     content = json.dumps([type(processor).__name__, processor.to_dict(), others], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()

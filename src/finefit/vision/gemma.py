@@ -1,9 +1,8 @@
-"""Gemma 3 and PaliGemma: an image is one tile, through SigLIP and a projector. Gemma 3 writes tokens around it, and the
-tokens of one image see one another in both directions. PaliGemma has no chat template: images come first, then the
-start token, the prompt and a newline, and the whole prompt is bidirectional.
+"""Gemma 3 and PaliGemma: an image is one tile, which passes SigLIP and a projector. Gemma 3 writes tokens around it,
+and the tokens of one image attend to one another in both directions. PaliGemma has no chat template: images come first,
+then the start token, the prompt and a newline, and the whole prompt is bidirectional.
 
-Which tokens are bidirectional comes with the batch as B x T small numbers; the masks are made from them on the device.
-"""
+The batch says which tokens are bidirectional, as B x T small numbers; the masks are made from them on the device."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +21,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _WORDS = (("boi_token", "<start_of_image>"), ("image_token", "<image_soft_token>"), ("eoi_token", "<end_of_image>"))
 
 Masks = dict[str, Tensor]
-"""By the kind of layer that they are for."""
+"""Masks by the kind of layer that uses them."""
 
 
 def gemma3_geometry(config: Config) -> tiles.OneTileGeometry:
@@ -51,7 +50,7 @@ def paligemma_processor(folder: Path, config: Config, limits: ImageLimits) -> Im
 
 
 def _images_first(placeholder: str, prompt: str, start: str) -> str:
-    """As PaliGemma's processor does: the start after the last image, a newline at the end."""
+    """Orders the text like PaliGemma's processor: the start token after the last image, a newline at the end."""
     behind = prompt.rfind(placeholder) + len(placeholder) if placeholder in prompt else 0
     return f"{prompt[:behind]}{start}{prompt[behind:]}\n"
 
@@ -69,8 +68,8 @@ def _adjusted(
     embedded_BTH: Tensor,
     settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """With the masks of bidirectional tokens; `masks_of` makes them from blocks_BT and the language model's config.
-    Callers count positions from 0, as for every model, and the model from `first_position`."""
+    """Adds the masks of bidirectional tokens; `masks_of` makes them from blocks_BT and the language model's config.
+    Callers count positions from 0, as for every model, but the model counts from `first_position`."""
     if extra is not None and "blocks_BT" in extra.tensors:
         masks = masks_of(extra.tensors["blocks_BT"], language.config)
         masks = tiles.as_attention_masks(masks, language.config, embedded_BTH.dtype)
@@ -91,19 +90,19 @@ def _gemma3_masks(blocks_BT: Tensor, text: Any) -> Masks:
 
 
 def _paligemma_masks(blocks_BT: Tensor, text: Any) -> Masks:
-    """PaliGemma 2 has sliding layers; a prompt sees all of itself in them, too."""
+    """PaliGemma 2 has sliding layers; in them, too, a prompt sees all of itself."""
     window = getattr(text, "sliding_window", None)
     sliding = {} if window is None else {_SLIDING: _within_window(_before(blocks_BT), window) | _same_block(blocks_BT)}
     return {_FULL: _causal_or_same_block(blocks_BT), **sliding}
 
 
 def _causal_or_same_block(blocks_BT: Tensor) -> Tensor:
-    """All earlier tokens, and all of the token's own block; -1 is no block. B x 1 x T x T, true where visible."""
+    """Shows all earlier tokens, and all of the token's own block; -1 is no block. B x 1 x T x T, true where visible."""
     return _before(blocks_BT) | _same_block(blocks_BT)
 
 
 def _within_window(mask_B1TT: Tensor, window: int) -> Tensor:
-    """Without what lies `window` tokens back or further."""
+    """Hides what is `window` tokens back or further."""
     return mask_B1TT & _near(mask_B1TT, window)
 
 

@@ -1,10 +1,9 @@
 """Idefics3 and SmolVLM: an image is scaled to whole tiles and cut into them, row by row, and the whole image follows as
-one more tile. A block of patches of a tile is a token; words of the vocabulary around the tiles say which is which.
+one more tile. A block of patches of a tile is a token; words of the vocabulary around the tiles identify them.
 
 Tiles are always whole, so each patch has its own position and no patch is masked. The models' own code computes
 positions from a mask on the device in the weights' precision: in bf16 some patches get their neighbour's position. Here
-they are what they are in fp32.
-"""
+they have their fp32 values."""
 
 import math
 from collections.abc import Mapping
@@ -42,12 +41,12 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class IdeficsGeometry:
-    """A grid is rows and columns of tiles; (0, 0) of an image that is shown whole and not cut."""
+    """A grid is rows and columns of tiles; (0, 0) for an image that is shown whole and not cut."""
 
     image_token: int
     tile: tiles.Tile
     features: int
-    """Of a tile."""
+    """Features of a tile."""
 
     def num_tokens(self, grid: Grid) -> int:
         return self.features * (grid[0] * grid[1] + 1)
@@ -76,7 +75,8 @@ def idefics_processor(folder: Path, config: Config, limits: ImageLimits) -> Imag
     image, around, whole = words
 
     def longest(size: Size) -> int:
-        """What the longer side is scaled to: the processor's own value, or as many whole tiles as the limit allows."""
+        """Returns the scaled length of the longer side: the processor's own value, or as many whole tiles as the limit
+        allows."""
         usual = int(processor.size["longest_edge"])
         if limits.max_pixels is None or not is_split:
             return usual
@@ -113,7 +113,7 @@ def idefics_processor(folder: Path, config: Config, limits: ImageLimits) -> Imag
 
 
 def _cut(size: Size, longest: int, side: int) -> Grid:
-    """Into tiles, once the longer side has this length and the other one is even; rounded as the processors round."""
+    """Cuts into tiles after the longer side has this length and the other one is even; rounds like the processors."""
     width, height = size
     ratio = width / height
     if width >= height:
@@ -151,7 +151,7 @@ def _require_effect(limits: ImageLimits, side: int, processor: Any) -> None:
         raise SpecError(problem, "remove it from the spec")
     if limits.max_pixels < side**2:
         raise SpecError(
-            f"data.images.max_pixels is {limits.max_pixels}, and the smallest image that this model sees has "
+            f"data.images.max_pixels is {limits.max_pixels}, but the smallest image that this model sees has "
             f"{side} x {side} = {side**2} pixels",
             f"set data.images.max_pixels to {side**2} or more",
         )

@@ -1,11 +1,10 @@
-"""LLaVA: an image is one tile, scaled to its shorter side and cut in the middle; each patch of it is a token.
+"""LLaVA: an image is one tile, scaled to its shorter side and cropped at the centre; each patch of it is a token.
 
-LLaVA-NeXT: the whole image as one tile, then the image once more, scaled into the best of several rectangles of tiles.
-The patches of those tiles that are only padding around the image are left out again, and a token for the end of a line
-follows each row of patches.
+LLaVA-NeXT: the whole image is one tile, followed by the image again, scaled into the best of several rectangles of
+tiles. Patches of those tiles that are only padding around the image are dropped, and an end-of-line token follows each
+row of patches.
 
-I image tokens of a batch, F of them with features of patches, N tiles, P patches of a tile, H hidden.
-"""
+I image tokens of a batch, F of them with features of patches, N tiles, P patches of a tile, H hidden."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +33,8 @@ def llava_geometry(config: Config) -> tiles.OneTileGeometry:
 
 
 def _num_features(typed: Any, tile: tiles.Tile) -> int:
-    """Of a tile: CLIP puts a class token before the patches, and the default strategy drops the first feature."""
+    """Returns the features of a tile: CLIP adds a class token before the patches, and the default strategy drops the
+    first feature."""
     has_class, drops_first = typed.vision_config.model_type == _CLIP, typed.vision_feature_select_strategy == "default"
     return tile.patches**2 + int(has_class) - int(drops_first)
 
@@ -47,15 +47,15 @@ def llava_processor(folder: Path, config: Config, limits: ImageLimits) -> ImageP
 
 @dataclass(frozen=True, slots=True)
 class LlavaNextGeometry:
-    """A grid is rows and columns of tiles, then rows and columns of patches that are left of them."""
+    """A grid is rows and columns of tiles, then rows and columns of the patches that remain of them."""
 
     image_token: int
     tile: tiles.Tile
     pinpoints: tuple[tuple[int, int], ...]
-    """Heights and widths that the config lets an image be scaled into."""
+    """Heights and widths into which the config allows an image to be scaled."""
 
     def cut(self, size: Size, pinpoints: Sequence[Sequence[int]]) -> Grid:
-        """Of an image that is scaled into the best of these."""
+        """Returns the grid of an image that is scaled into the best of these."""
         width, height = size
         rows, columns = (pixels // self.tile.side for pixels in select_best_resolution((height, width), pinpoints))
         return rows, columns, *_unpadded(size, columns * self.tile.patches, rows * self.tile.patches)
@@ -73,7 +73,8 @@ class LlavaNextGeometry:
         return self.tile.blank(1 + grid[0] * grid[1])
 
     def extra(self, input_ids_BT: TokenIds, lengths: Lengths, rows: ImageRows, prompts: Lengths | None = None) -> Extra:  # noqa: ARG002
-        """`picks_F`: which patches of all tiles become tokens; `spots_F`: which tokens; the others end lines."""
+        """`picks_F`: which patches of all tiles become tokens; `spots_F`: which tokens those are; the others end
+        lines."""
         tensors = tiles.image_tensors(self, input_ids_BT, lengths, rows)
         if tensors:
             picks, start = [], 0
@@ -87,7 +88,7 @@ class LlavaNextGeometry:
         return Extra(tensors=tensors)
 
     def _picked(self, grid: Grid) -> NDArray[np.int64]:
-        """The patch of each image token, -1 at the end of a line."""
+        """Returns the patch of each image token, -1 at the end of a line."""
         rows, columns, height, width = grid
         side = self.tile.patches
         whole = np.arange(side**2)
@@ -100,7 +101,7 @@ class LlavaNextGeometry:
 
 
 def _unpadded(size: Size, across: int, down: int) -> tuple[int, int]:
-    """Rows and columns of patches without the padding; rounded as the model rounds."""
+    """Returns rows and columns of patches without the padding; rounded like the model rounds."""
     width, height = size
     if width / height > across / down:
         return down - (down - int(round(height * (across / width), 7))) // 2 * 2, across
@@ -115,7 +116,7 @@ def llava_next_geometry(config: Config) -> LlavaNextGeometry:
             f"vision_feature_select_strategy: {typed.vision_feature_select_strategy} of a "
             f"{typed.vision_config.model_type} gives {features} features of {tile.patches**2} patches, which cannot be "
             "laid out as an image",
-            "LLaVA-NeXT takes `default` with a CLIP tower and `full` with a SigLIP tower",
+            "LLaVA-NeXT needs `default` with a CLIP tower and `full` with a SigLIP tower",
         )
     pinpoints = tuple((height, width) for height, width in typed.image_grid_pinpoints)
     return LlavaNextGeometry(typed.image_token_id, tile, pinpoints)
@@ -146,7 +147,7 @@ def llava_next_processor(folder: Path, config: Config, limits: ImageLimits) -> I
 
 
 def _features(model: Any, pixels_NCSS: Tensor) -> Tensor:
-    """One layer of the tower, or several side by side, through a projector of two layers."""
+    """Takes one layer of the tower, or several side by side, and passes them through a projector of two layers."""
     layers = model.config.vision_feature_layer
     found = tiles.hidden_states(model.vision_tower, pixels_NCSS, [layers] if isinstance(layers, int) else layers)
     joined_NPH = torch.cat(found, dim=-1)

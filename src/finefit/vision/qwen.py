@@ -1,10 +1,9 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: an image is scaled to whole blocks of patches near its own size and shape; each
 block becomes one token.
 
-What the towers would compute on the device (positions, boundaries, windows, interpolation weights) is computed on the
-host by transformers' own functions and travels with the batch. B rows, T tokens, I image tokens of a whole batch,
-H hidden.
-"""
+Whatever the towers would compute on the device (positions, boundaries, windows, interpolation weights) is computed on
+the host by transformers' own functions and sent with the batch. B rows, T tokens, I image tokens of a whole batch, H
+hidden."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +37,7 @@ from finefit.vision.family import Config, Grid, ImageInput, ImageProcessor, Imag
 PLACEHOLDER: Final = "<|image_pad|>"
 _PIXELS: Final = "pixel_values"
 _TOWER: Final = "tower."
-"""Prefix of what goes to the tower alone, which knows it by the rest of the name."""
+"""Prefix of arguments for the tower alone, which knows them by the rest of the name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +46,15 @@ class QwenGeometry:
 
     image_token: int
     merge: int
-    """Patches down and across a block."""
+    """Patches along each side of a block."""
     patch_size: int
     channels: int
     frames: int
-    """That an image is repeated to."""
+    """Number of frames to which an image is repeated."""
     window_size: int | None
-    """Side in pixels of the windows that most layers of Qwen2.5 attend within."""
+    """Side in pixels of the windows within which most layers of Qwen2.5 attend."""
     table_side: int | None
-    """Of the square of learned positions that Qwen3 stretches over an image."""
+    """Side of the square of learned positions that Qwen3 stretches over an image."""
 
     def num_tokens(self, grid: Grid) -> int:
         frames, rows, columns = grid
@@ -88,9 +87,10 @@ class QwenGeometry:
     def _positions(
         self, length: int, places: NDArray[np.int64], grids: Sequence[Grid]
     ) -> tuple[NDArray[np.int64], int]:
-        """Of a row in time, down and across, and the position that follows. Text advances by one in all three; an image
-        has one time, its blocks count down and across from there, and the next token begins after its longer side.
-        `places`: of the row's image tokens; an error where features would take the places of others."""
+        """Returns the positions of a row in time, down and across, and the position that follows. Text advances by one
+        in all three; an image has one time, its blocks count down and across from there, and the next token begins
+        after its longer side. `places`: the positions of the row's image tokens; an error if features would take the
+        places of other tokens."""
         counts = [self.num_tokens(grid) for grid in grids]
         ends = np.cumsum(counts, dtype=np.int64)
         firsts = ends - np.array(counts, dtype=np.int64)
@@ -114,7 +114,7 @@ class QwenGeometry:
         return np.concatenate(parts, axis=1), now + length - at
 
     def _tower_inputs(self, images: Sequence[ImageInput]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What the tower's own code would compute from the grids, by the names of its arguments."""
+        """Returns what the tower's own code would compute from the grids, by the names of its arguments."""
         if not images:
             return {}, {}
         grid_thw = torch.tensor([image.grid for image in images])
@@ -165,10 +165,10 @@ def qwen_processor(folder: Path, config: Config, limits: ImageLimits) -> ImagePr
     if cut != (geometry.patch_size, geometry.merge, geometry.frames):
         raise ModelError(
             f"the image processor of {folder.name} cuts patches of {cut[0]} pixels, {cut[1]} to a block, {cut[2]} "
-            f"frames; the tower takes {geometry.patch_size}, {geometry.merge} and {geometry.frames}",
-            "take preprocessor_config.json and config.json of one model",
+            f"frames; the tower expects {geometry.patch_size}, {geometry.merge} and {geometry.frames}",
+            "use preprocessor_config.json and config.json of the same model",
         )
-    # a limit from the spec moves the processor's other one, never another from the spec
+    # a limit from the spec adjusts the processor's other limit, never the spec's other limit
     smallest, largest = processor.size["shortest_edge"], processor.size["longest_edge"]
     max_pixels = limits.max_pixels or max(largest, limits.min_pixels or 0)
     min_pixels = limits.min_pixels or min(smallest, max_pixels)
@@ -204,31 +204,31 @@ class QwenForward:
     towers: Mapping[Tower, tuple[str, ...]]
 
     def __call__(self, backbone: nn.Module, input_ids_BT: Tensor, extra: Extra | None, **settings: Any) -> ModelOutput:
-        """Tokens have three positions: in time, down, across. After a prompt the three are equal, as for any model, and
-        come with the settings."""
+        """Tokens have three positions: in time, down and across. After a prompt the three are equal, as for any model,
+        and come with the settings."""
         model: Any = backbone
         embeds_BTH: Tensor = model.get_input_embeddings()(input_ids_BT)
-        told = settings | ({} if extra is None else {"position_ids": extra.tensors["positions_3BT"]})
+        given = settings | ({} if extra is None else {"position_ids": extra.tensors["positions_3BT"]})
         if extra is not None and _PIXELS in extra.tensors:
             places_I = extra.tensors["places_I"]
             features_IH, deeper = _run_tower(model.visual, extra)
             embeds_BTH = _insert(embeds_BTH, places_I, features_IH)
-            told |= {"visual_pos_masks": places_I, "deepstack_visual_embeds": deeper} if deeper else {}
+            given |= {"visual_pos_masks": places_I, "deepstack_visual_embeds": deeper} if deeper else {}
         with _adding_by_place(model.language_model):
-            output: ModelOutput = model.language_model(inputs_embeds=embeds_BTH, **told)
+            output: ModelOutput = model.language_model(inputs_embeds=embeds_BTH, **given)
         return output
 
 
 def _run_tower(visual: Any, extra: Extra) -> tuple[Tensor, list[Tensor]]:
-    """Features for the places of all images; of Qwen3 also those that its first layers are given."""
+    """Returns features for the places of all images; for Qwen3 also those that its first layers receive."""
     attend_by_piece(visual)
     patches_by_matmul(visual.patch_embed.proj)
-    told = {
+    given = {
         name.removeprefix(_TOWER): value
         for name, value in (*extra.tensors.items(), *extra.host.items())
         if name.startswith(_TOWER)
     }
-    seen = visual(extra.tensors[_PIXELS], grid_thw=None, **told)
+    seen = visual(extra.tensors[_PIXELS], grid_thw=None, **given)
     return seen.pooler_output, list(getattr(seen, "deepstack_features", None) or ())
 
 

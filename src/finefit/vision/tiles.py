@@ -1,11 +1,10 @@
-"""What families share whose vision tower takes square tiles of one size: tiles as pixels of a batch, image processors
-with one tile per image, the tower read as far as its features are used, and masks for tokens with bidirectional
+"""Shared by families whose vision tower takes square tiles of one size: tiles as pixels of a batch, image processors
+with one tile per image, the tower run as far as its features are used, and masks for tokens with bidirectional
 attention.
 
-The towers' own forward would keep the output of every layer where one is wanted, and some wait for the device. What a
-function of the forward holds on to while another runs is part of the memory that was predicted. B rows, T tokens, I
-image tokens of a whole batch, N tiles, P patches of a tile, C channels, S pixels of a side, H hidden.
-"""
+The towers' own forward would keep the output of every layer although one is needed, and some wait for the device.
+Tensors that a function of the forward keeps alive while another runs are part of the predicted memory. B rows, T
+tokens, I image tokens of a whole batch, N tiles, P patches of a tile, C channels, S pixels of a side, H hidden."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ TOWERS: Mapping[Tower, tuple[str, ...]] = {
     "projector": ("model.multi_modal_projector",),
     "language": ("model.language_model", "lm_head"),
 }
-"""As most families name them."""
+"""The towers under the names that most families use."""
 ONE_TILE: Grid = (1,)
 """The grid of every image in families that show an image as one tile."""
 
@@ -47,7 +46,7 @@ class Tile:
 
     @property
     def patches(self) -> int:
-        """Along a side."""
+        """Patches along a side."""
         return self.side // self.patch
 
     def blank(self, count: int) -> Pixels:
@@ -55,13 +54,14 @@ class Tile:
 
 
 def config_and_tile(config: Config, *known: str) -> tuple[Any, Tile]:
-    """The family's config, and the tile that its tower takes. `known`: types of towers that the family may have."""
+    """Returns the family's config, and the tile that its tower takes. `known`: types of towers that the family may
+    have."""
     typed = family.typed_config(config)
     vision = typed.vision_config
     if known and vision.model_type not in known:
         raise ModelError(
             f"the vision tower is of type {vision.model_type}; in this family only {' and '.join(known)} are supported",
-            "take a model of the family with one of these towers",
+            "use a model of the family with one of these towers",
         )
     return typed, Tile(vision.image_size, vision.patch_size, getattr(vision, "num_channels", 3))
 
@@ -69,16 +69,16 @@ def config_and_tile(config: Config, *known: str) -> tuple[Any, Tile]:
 def image_tensors(
     geometry: ImageGeometry, input_ids_BT: TokenIds, lengths: Lengths, rows: ImageRows
 ) -> dict[str, Tensor]:
-    """`places_I` and the tiles of all images, `pixel_values`; nothing where no row has an image."""
+    """Returns `places_I` and the tiles of all images, `pixel_values`; nothing if no row has an image."""
     is_own_BT = np.arange(input_ids_BT.shape[1])[None] < np.asarray(lengths)[:, None]
     is_image_BT = is_own_BT & (input_ids_BT == geometry.image_token)
     for at, (row, tokens) in enumerate(zip(rows, is_image_BT.sum(1).tolist(), strict=True)):
         features = sum(geometry.num_tokens(image.grid) for image in row)
         if tokens != features:
             raise DataError(
-                f"row {at + 1} of a batch has {tokens} image tokens, and its {len(row)} images give {features} "
+                f"row {at + 1} of a batch has {tokens} image tokens, but its {len(row)} images give {features} "
                 "features",
-                "the row's text must hold exactly what the model's processor writes for its images",
+                "the row's text must contain exactly what the model's processor writes for its images",
             )
     images = [image for row in rows for image in row]
     if not images:
@@ -86,7 +86,7 @@ def image_tensors(
     for image in images:
         expected, found = geometry.blank_pixels(image.grid)[PIXELS].shape, image.pixels[PIXELS].shape
         if found != expected:
-            problem = f"an image has pixels of the shape {found}, and its grid {image.grid} requires {expected}"
+            problem = f"an image has pixels of the shape {found}, but its grid {image.grid} requires {expected}"
             raise DataError(problem, "prepare the data again")
     pixels = np.concatenate([image.pixels[PIXELS] for image in images])
     return {"places_I": torch.from_numpy(np.flatnonzero(is_image_BT)), PIXELS: torch.from_numpy(pixels)}
@@ -102,7 +102,7 @@ class OneTileGeometry:
     bidirectional: Literal["none", "images", "prompts"] = "none"
     """Which tokens see one another in both directions: those of one image, or those of a prompt."""
     end_token: int | None = None
-    """Ends an answer; known where prompts are bidirectional."""
+    """The token that ends an answer; known if prompts are bidirectional."""
 
     def num_tokens(self, grid: Grid) -> int:  # noqa: ARG002
         return self.features
@@ -123,7 +123,7 @@ class OneTileGeometry:
         elif self.bidirectional == "prompts":
             last = [row[length - 1] for row, length in zip(input_ids_BT, lengths, strict=True) if length]
             if prompts is None and self.end_token in last:  # its answer would be visible to the tokens that predict it
-                problem = "a row of a batch ends with an answer, and nothing says where its prompt ends"
+                problem = "a row of a batch ends with an answer, but the end of its prompt is unknown"
                 raise DataError(problem, "give the geometry `prompts`")
             ends_B = np.asarray(lengths if prompts is None else prompts)
             blocks_BT[np.arange(input_ids_BT.shape[1])[None] < ends_B[:, None]] = 0
@@ -133,7 +133,7 @@ class OneTileGeometry:
 
 
 def processed_tiles(processor: Any, image: PIL.Image.Image | list[PIL.Image.Image], **how: Any) -> NDArray[np.float32]:
-    """With what the processor puts around them, as it stacks them."""
+    """Returns the tiles as the processor stacks them, with what it adds around them."""
     found = processor(images=[image], return_tensors="pt", **how)[PIXELS]
     tiles: NDArray[np.float32] = found.numpy().astype(np.float32, copy=False)
     return tiles
@@ -142,7 +142,8 @@ def processed_tiles(processor: Any, image: PIL.Image.Image | list[PIL.Image.Imag
 def one_tile_processor(
     geometry: OneTileGeometry, folder: Path, limits: ImageLimits, *, written: str, how: Mapping[str, Any], **more: Any
 ) -> ImageProcessor:
-    """`written`: in place of a placeholder; `how`: what the family asks of its image processor; `more`: of ours."""
+    """`written`: the text that replaces a placeholder; `how`: options of the family for its image processor; `more`:
+    options for ours."""
     if given := [f"data.images.{name}" for name, value in limits.model_dump().items() if value is not None]:
         side = geometry.tile.side
         problem = f"{' and '.join(given)} would have no effect: this model sees every image as {side} x {side} pixels"
@@ -160,19 +161,19 @@ def one_tile_processor(
 
 
 def with_checked_tiles(processor: ImageProcessor, tile: Tile) -> ImageProcessor:
-    """The processor itself, once it has made a tile of the size that the tower takes."""
+    """Returns the processor itself, after checking that it makes tiles of the size that the tower takes."""
     side = processor.pixels(PIL.Image.new("RGB", (tile.side, tile.side)))[PIXELS].shape[-1]
     if side != tile.side:
         raise ModelError(
-            f"the image processor makes tiles of {side} x {side} pixels, and the vision tower takes "
+            f"the image processor makes tiles of {side} x {side} pixels, but the vision tower expects "
             f"{tile.side} x {tile.side}",
-            "take config.json and preprocessor_config.json of the same model",
+            "use config.json and preprocessor_config.json of the same model",
         )
     return processor
 
 
 def embed_tokens(backbone: Any, input_ids_BT: Tensor) -> Tensor:
-    """An image token beyond the vocabulary is embedded as any other token: it is replaced later."""
+    """An image token beyond the vocabulary is embedded like any other token: it is replaced later."""
     embed, image_token = backbone.get_input_embeddings(), backbone.config.image_token_id
     if image_token >= backbone.config.get_text_config().vocab_size:
         input_ids_BT = input_ids_BT.masked_fill(input_ids_BT == image_token, 0)
@@ -181,7 +182,7 @@ def embed_tokens(backbone: Any, input_ids_BT: Tensor) -> Tensor:
 
 
 def insert_features(embedded_BTH: Tensor, extra: Extra, features_IH: Tensor) -> Tensor:
-    """In the places of the image tokens, in order."""
+    """Inserts the features at the image tokens, in order."""
     flat = embedded_BTH.flatten(0, 1).index_copy(0, extra.tensors["places_I"], features_IH.to(embedded_BTH.dtype))
     return flat.view_as(embedded_BTH)
 
@@ -211,7 +212,8 @@ class TileForward:
 
 
 def hidden_states(tower: Any, pixels_NCSS: Tensor, layers: Sequence[int]) -> list[Tensor]:
-    """Of CLIP and SigLIP after these layers, 0 before the first, -1 after the last; later ones are not computed."""
+    """Returns the states of CLIP and SigLIP after these layers, 0 before the first, -1 after the last; later ones are
+    not computed."""
     patches_by_matmul(tower.embeddings.patch_embedding)
     hidden_NPH = tower.embeddings(pixels_NCSS)
     if hasattr(tower, "pre_layrnorm"):
@@ -226,7 +228,7 @@ def hidden_states(tower: Any, pixels_NCSS: Tensor, layers: Sequence[int]) -> lis
 
 
 def siglip_features(tower: Any, pixels_NCSS: Tensor) -> Tensor:
-    """All of the tower but the head that pools an image into one vector, which is never used."""
+    """Runs all of the tower but the head that pools an image into one vector, which is never used."""
     features_NPH: Tensor = tower.post_layernorm(hidden_states(tower, pixels_NCSS, [-1])[0])
     return features_NPH
 

@@ -1,1 +1,1 @@
-"""Local pages: served to this machine alone unless a token is asked for."""
+"""Local pages, served only to this machine unless a token is requested."""

@@ -36,7 +36,7 @@ A = TypeVar("A", bound=Part)
 
 
 class _BadRequest(Exception):
-    """The body is not one that our page sends."""
+    """The request's body is not one that our page sends."""
 
 
 class _Rater(Part):
@@ -60,7 +60,7 @@ class _Login(Part):
 
 
 def review_app(session: Session, *, rater: str | None = None, token: Token | None = None) -> Starlette:
-    """`rater`: who judges, if the command names them; otherwise the page asks."""
+    """`rater` is the person who judges, if the command names them; otherwise the page asks."""
 
     async def begin(_: Request) -> Response:
         lengths = {"name_length": NAME_LENGTH, "note_length": NOTE_LENGTH}
@@ -94,7 +94,7 @@ def review_app(session: Session, *, rater: str | None = None, token: Token | Non
     images = {image.sha256: image for item in session.review_set.items for image in item.images}
 
     async def image(request: Request) -> Response:
-        """By digest: no path is accepted from outside, and none is revealed."""
+        """Found by digest: no path is accepted from outside, and none is revealed."""
         image = images.get(request.path_params["sha256"])
         if image is None:
             return JSONResponse({"error": "no item of this review shows this image"}, 404)
@@ -145,7 +145,8 @@ async def _failed(_: Request, error: Exception) -> Response:
 
 
 def _png_of(image: ReviewImage) -> bytes:
-    """Decoded as for the model and encoded again: a rater sees what the model saw, and a browser gets nothing else."""
+    """The image is decoded as for the model and encoded again: a rater sees what the model saw, and a browser gets
+    nothing else."""
     try:
         shown = decode(Image(path=image.name), content=read_image(image))
     except RecordError as fault:

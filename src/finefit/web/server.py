@@ -2,7 +2,8 @@
 
 Any web page that a user has open can send requests to this machine, even under a host name of its own that resolves
 here (DNS rebinding). So the Host must be one of ours, a request that changes something must be JSON and come from our
-own page, and no other site may frame, read or cache a response."""
+own page, and no other site may frame, read or cache a response.
+"""
 
 import hmac
 import ipaddress
@@ -22,7 +23,7 @@ from finefit.errors import UserError
 
 MAX_BODY_BYTES = 64 << 10
 MAX_HEADER_BYTES = 16 << 10
-"""Of the address and all headers together; several times what a browser sends."""
+"""The limit of the address and all headers together; several times what a browser sends."""
 LOGIN = "/api/login"
 _HTTP = 80
 _HEADERS = {
@@ -52,7 +53,8 @@ class Token:
         return hmac.compare_digest(given.encode(), self.secret.encode())
 
     def knows(self, cookies: str) -> bool:
-        """Parsed by hand: the standard library stops at a malformed cookie, which another program may have set."""
+        """The cookie is parsed by hand, because the standard library stops at a malformed cookie, which another program
+        may have set."""
         pairs = [pair.partition("=") for pair in cookies.split(";")]
         given = [value.strip() for name, _, value in pairs if name.strip() == self._name]
         return any(hmac.compare_digest(value.encode(), self.session.encode()) for value in given)
@@ -67,7 +69,7 @@ class Token:
 
 
 class Guard:
-    """An ASGI wrapper. `hosts`: every name with its port, as a browser writes it, that the server answers to."""
+    """An ASGI wrapper. `hosts` has every name with its port, as a browser writes it, that the server answers to."""
 
     def __init__(self, app: ASGIApp, *, hosts: Iterable[str], token: Token | None = None) -> None:
         self._app = app
@@ -123,7 +125,7 @@ class Guard:
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """None if it is too long; a sender need not declare a length."""
+    """None if the body is too long; a sender need not declare a length."""
     body = bytearray()
     while True:
         message = await receive()
@@ -170,7 +172,8 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def names_of(host: str, port: int) -> list[str]:
-    """What a browser may use, the one to show first: all names of this machine if the server listens everywhere."""
+    """The host names that a browser may use, the one to show first: all names of this machine if the server listens
+    everywhere."""
     reached = [host, *(["localhost"] if is_loopback(host) else [])]
     if host in ("0.0.0.0", "::"):
         interfaces = (address for addresses in psutil.net_if_addrs().values() for address in addresses)

@@ -1,12 +1,12 @@
 """SHIRG on a masked-diffusion language model, after LaViDa: the second view of an image keeps its best patches.
 
-The whole image is the global view: its patches are pooled 2 x 2. The foveal view keeps single patches, those that score
-best, in raster order. Both together are as many tokens for every image, so image and question are read once and all
-steps of an answer use what was read.
+The global view is the whole image, with patches pooled 2 x 2. The foveal view keeps the single patches that score best,
+in raster order. Both together have the same number of tokens for every image, so image and question are read once and
+all steps of an answer reuse them.
 
-Image and question see one another; the answer sees them and itself, in both directions. In training it stands behind
-them twice, under a random mask and under the inverse of it, and neither copy sees the other: that is a batch of twice
-the rows, with image and question computed once.
+Image and question attend to one another; the answer attends to them and to itself, in both directions. In training the
+answer follows them twice, under a random mask and under its inverse, and neither copy attends to the other. This equals
+a batch of twice the rows, with image and question computed once.
 
 B rows, P patches of a view, C channels of the tower, H hidden, S image tokens, T text tokens, L = S + T, A answer
 tokens of both copies, D of a head.
@@ -27,14 +27,15 @@ from transformers import SiglipVisionConfig, SiglipVisionModel
 from finefit.objective.batch import CustomRow
 
 READ, FIRST, SECOND, UNSEEN = range(4)
-"""Parts of a row: image and question, the two copies of the answer, and what is unseen: padding, dropped tokens."""
+"""The parts of a row: image and question, the two copies of the answer, and what is unseen (padding, dropped
+tokens)."""
 _LEAST = 1e-3
-"""LLaDA's smallest probability to be masked."""
+"""LLaDA's smallest probability that a token is masked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Language:
-    """LLaDA-8B by default."""
+    """The defaults are those of LLaDA-8B."""
 
     vocabulary: int = 126464
     hidden: int = 4096
@@ -49,38 +50,38 @@ class Settings:
     """The `config` of the spec."""
 
     vision: Mapping[str, Any] = field(default_factory=dict)
-    """Of transformers' SiglipVisionConfig."""
+    """Settings of transformers' SiglipVisionConfig."""
     language: Language = Language()
     side: int = 448
-    """Pixels of a view's side."""
+    """The side length of a view in pixels."""
     keep: int = 724
-    """Patches of the foveal view."""
+    """The number of patches that the foveal view keeps."""
     fovea: Literal["centre", "whole"] = "centre"
-    """The largest square in the middle of the image, or all of it squeezed into a square, as the global view is."""
+    """The largest square in the middle of the image, or all of it squeezed into a square, as in the global view."""
     score: Literal["base", "entropy", "edge", "full", "random"] = "base"
     merge: float | None = None
-    """A patch that is left out and has at least this cosine with a kept one is averaged into it."""
+    """A patch that is left out is averaged into a kept one if their cosine is at least this."""
     token_dropout: float = 0.0
-    """Share of image tokens that nobody sees, drawn anew for every row; in training alone."""
+    """The share of image tokens that nothing attends to, drawn anew for every row; in training only."""
     lead: int = 0
-    """Text tokens before the image: those that open the chat template."""
+    """The number of text tokens before the image: those that open the chat template."""
     answer_tokens: int = 32
-    """Shorter answers are filled up with the end token, so that an answer does not tell its length by the number of its
-    masks."""
+    """Shorter answers are filled up with the end token, so that the number of masks does not reveal an answer's
+    length."""
     mask_token: int = 126336
     end_token: int = 126081
     unmask: int = 1
-    """Tokens of an answer that are settled at a time."""
+    """The number of answer tokens that are decided at a time."""
 
     def __post_init__(self) -> None:
         for name, choices in (("score", tuple(SCORES)), ("fovea", ("centre", "whole"))):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} {getattr(self, name)} is none of {', '.join(choices)}")
+                raise ValueError(f"{name} {getattr(self, name)} is not one of {', '.join(choices)}")
         if not 0 <= self.token_dropout < 1:
-            raise ValueError(f"token_dropout {self.token_dropout} is no share below 1")
+            raise ValueError(f"token_dropout {self.token_dropout} is not a share below 1")
         if self.side % (2 * self.patch):
             two = f"two patches of {self.patch} pixels"
-            raise ValueError(f"side {self.side} is no multiple of {two}, so patches cannot be pooled 2 x 2")
+            raise ValueError(f"side {self.side} is not a multiple of {two}, so patches cannot be pooled 2 x 2")
         if not 0 < self.keep <= self.num_patches:
             there = f"the {self.num_patches} patches that a view of {self.side} pixels has"
             raise ValueError(f"keep {self.keep} of {there}")
@@ -95,7 +96,7 @@ class Settings:
 
     @property
     def num_seen(self) -> int:
-        """Image tokens of every row: 980 of LaViDa."""
+        """The number of image tokens of every row; 980 in LaViDa."""
         return self.num_patches // 4 + self.keep
 
 
@@ -115,26 +116,27 @@ def views(image: PIL.Image.Image, side: int, fovea: str) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchFeatures:
-    """What patches of the foveal view are scored by."""
+    """The features that patches of the foveal view are scored by."""
 
     attention_BPP: Tensor
-    """Of the tower's last layer, the mean over its heads; a query in each row."""
+    """Attention of the tower's last layer, averaged over its heads; each row is a query."""
     features_BPC: Tensor
     similarity_BP: Tensor
     """Cosine of the projected patch with the mean of the question's embeddings."""
     noise_BP: Tensor
 
     def received(self) -> Tensor:
-        """Attention that a patch is given by all others. SigLIP has no class token whose attention could be taken."""
+        """The attention that a patch gets from all others. SigLIP has no class token whose attention could be used."""
         return scaled(self.attention_BPP.mean(dim=1))
 
     def entropy(self) -> Tensor:
-        """Of what a patch attends to: highest where it looks at everything alike."""
+        """The entropy of a patch's attention: highest if it attends evenly to everything."""
         spread_BPP: Tensor = torch.special.entr(self.attention_BPP)
         return spread_BPP.sum(dim=2)
 
     def edge(self) -> Tensor:
-        """Sobel over the grid of mean features. The border is continued, so that it is no edge itself."""
+        """A Sobel filter over the grid of mean features. The border is continued, so that it does not count as an
+        edge."""
         side = round(self.similarity_BP.shape[1] ** 0.5)
         plane = functional.pad(self.features_BPC.mean(dim=2).view(-1, 1, side, side), (1, 1, 1, 1), mode="replicate")
         sobel = plane.new_tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]])
@@ -142,7 +144,7 @@ class PatchFeatures:
         return scaled(torch.hypot(across, down).flatten(1))
 
     def redundancy(self) -> Tensor:
-        """Mean cosine with all patches."""
+        """The mean cosine with all patches."""
         direction_BPC = functional.normalize(self.features_BPC, dim=2)
         return scaled((direction_BPC * direction_BPC.mean(dim=1, keepdim=True)).sum(dim=2))
 
@@ -154,7 +156,8 @@ class PatchFeatures:
 
 
 def scaled(scores_BP: Tensor) -> Tensor:
-    """From 0 to 1 within each row, so that weights weigh what they say. Rounding of equal ones is not blown up."""
+    """Scaled to 0..1 within each row, so that weights mean what they say. Rounding differences of equal values are not
+    amplified."""
     lowest, highest = scores_BP.amin(dim=1, keepdim=True), scores_BP.amax(dim=1, keepdim=True)
     return (scores_BP - lowest) / torch.maximum(highest - lowest, 1e-3 * highest.abs()).clamp_min(1e-12)
 
@@ -164,7 +167,7 @@ def base(patches: PatchFeatures) -> Tensor:
 
 
 def entropy(patches: PatchFeatures) -> Tensor:
-    """As base, but the tenth of the patches that look at everything alike come last."""
+    """Like base, but the tenth of the patches that attend most evenly to everything comes last."""
     spread_BP = patches.entropy()
     limit_B1 = spread_BP.sort(dim=1).values[:, [int(0.9 * spread_BP.shape[1])]]
     return base(patches) - 2.0 * (spread_BP > limit_B1)
@@ -175,7 +178,7 @@ def edge(patches: PatchFeatures) -> Tensor:
 
 
 def full(patches: PatchFeatures) -> Tensor:
-    """No term is below zero, so that less weight far from the middle never lifts a patch."""
+    """No term is below zero, so that less weight far from the middle never raises a patch."""
     novelty_BP = 1 - patches.redundancy()
     sum_BP = 0.4 * patches.received() + 0.25 * scaled(patches.similarity_BP) + 0.1 * novelty_BP + 0.25 * patches.edge()
     return sum_BP * patches.centre()
@@ -189,7 +192,7 @@ SCORES: Mapping[str, Callable[[PatchFeatures], Tensor]] = {f.__name__: f for f i
 
 
 def best(scores_BP: Tensor, keep: int) -> Tensor:
-    """Indices of the best in raster order; of equals the first."""
+    """Indices of the best patches in raster order; among equals the first."""
     return scores_BP.argsort(dim=1, descending=True, stable=True)[:, :keep].sort(dim=1).values
 
 
@@ -198,7 +201,8 @@ def taken(features_BPC: Tensor, kept_BK: Tensor) -> Tensor:
 
 
 def merged(features_BPC: Tensor, kept_BK: Tensor, least: float) -> Tensor:
-    """The kept patches, each the mean of itself and of those left out that are most like it, and enough so."""
+    """The kept patches, each averaged with the left-out patches that are most similar to it, if they are similar
+    enough."""
     kept_BKC = taken(features_BPC, kept_BK)
     with torch.no_grad():
         direction_BPC, kept_direction_BKC = (functional.normalize(one, dim=2) for one in (features_BPC, kept_BKC))
@@ -211,7 +215,7 @@ def merged(features_BPC: Tensor, kept_BK: Tensor, least: float) -> Tensor:
 
 
 class TransformerBlock(nn.Module):
-    """A layer of LLaDA, with its names: a Llama layer that sees in both directions."""
+    """A layer of LLaDA, with its names: a Llama layer that attends in both directions."""
 
     def __init__(self, made: Language) -> None:
         super().__init__()
@@ -226,7 +230,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self, hidden_BLH: Tensor, turn: Tensor, sees_B1LL: Tensor, before: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """`before`: keys and values of what was read already, which stand in front of those made here."""
+        """`before` are the keys and values of what was read already, which precede those computed here."""
         normed_BLH = self.attn_norm(hidden_BLH)
         query, (key, value) = turned(self._heads(self.q_proj(normed_BLH)), turn), self.remembered(normed_BLH, turn)
         if before is not None:
@@ -238,7 +242,7 @@ class TransformerBlock(nn.Module):
         return hidden_BLH + changed_BLH
 
     def remembered(self, normed_BLH: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer's input behind its norm."""
+        """Keys and values from the normalised input of a layer."""
         return turned(self._heads(self.k_proj(normed_BLH)), turn), self._heads(self.v_proj(normed_BLH))
 
     def _heads(self, flat_BLH: Tensor) -> Tensor:
@@ -279,18 +283,19 @@ class Transformer(nn.Module):
 
 
 def sees(looking_BL: Tensor, seen_BL: Tensor) -> Tensor:
-    """Every token sees what is read and its own part. So none sees nothing, and what is unseen sees but is not."""
+    """Every token attends to what is read and to its own part. So no row of the mask is empty; unseen tokens attend but
+    are never attended to."""
     looking_BL1, seen_B1L = looking_BL[:, :, None], seen_BL[:, None, :]
     return ((seen_B1L == READ) | (seen_B1L == looking_BL1))[:, None]
 
 
 def laid(row: CustomRow, made: Settings, chance: np.random.Generator) -> dict[str, NDArray[Any]]:
-    """The text of a row as the model is given it: `ids` and `parts` of its T tokens; `positions` of all L tokens;
-    `places` of the answer's A copied tokens among them, with their `targets` and `weights`, 0 where nothing is to be
-    told. The answer reaches from the first supervised token to the last, and is filled up; of a prompt there is none.
+    """The text of a row as the model gets it: `ids` and `parts` of its T tokens; `positions` of all L tokens; `places`
+    of the answer's A copied tokens among them, with their `targets` and `weights`, 0 where nothing is to be predicted.
+    The answer reaches from the first supervised token to the last, and is filled up; a prompt has none.
 
-    A token weighs one over its probability to be masked, as in LLaDA's loss, and rows weigh alike however long their
-    answers; a row is the mean of its copies, as far as they are masked."""
+    A token's weight is one over its probability to be masked, as in LLaDA's loss, and rows weigh the same however long
+    their answers are; a row is the mean of its copies, as far as they are masked."""
     supervised = np.flatnonzero(row.supervised)
     first, last = (supervised[0], supervised[-1] + 1) if len(supervised) else (len(row.tokens), len(row.tokens))
     fill = 0 if row.is_prompt else max(0, made.answer_tokens - (last - first))
@@ -318,9 +323,10 @@ def laid(row: CustomRow, made: Settings, chance: np.random.Generator) -> dict[st
 
 
 def drawn(num: int, chance: np.random.Generator) -> tuple[NDArray[np.bool_], float]:
-    """Which of so many tokens the first copy masks, and the probability that it masks a given one.
+    """Which of this many tokens the first copy masks, and the probability that it masks a given one.
 
-    That is LLaDA's p(t), and what it takes that each copy masks at least one token, where there are two."""
+    That probability is LLaDA's p(t), with the correction needed for each copy to mask at least one token if there are
+    two."""
     share = _LEAST + (1 - _LEAST) * chance.random()
     is_masked = chance.random(num) < share
     one = chance.integers(num)
@@ -338,7 +344,7 @@ def padded(rows: Sequence[NDArray[Any]], value: float) -> Tensor:
 
 class Shirg(nn.Module):
     views = 1
-    """Images of a row; both views are made of it."""
+    """The number of images per row; both views are made from that image."""
     towers: Mapping[str, tuple[str, ...]] = {
         "vision": ("vision",),
         "projector": ("projector",),
@@ -387,7 +393,7 @@ class Shirg(nn.Module):
         return (surprise * inputs["weights"].flatten()).sum()
 
     def _read(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Embeddings, positions and parts of whole rows: image, text."""
+        """Embeddings, positions and parts of whole rows: image, then text."""
         text_BTH, image_BSH = self.transformer.wte(inputs["ids"]), self.seen(inputs)
         image_parts_BS = inputs["image_parts"] if self.training else torch.full_like(inputs["image_parts"], READ)
         hidden_BLH = torch.cat([image_BSH.to(text_BTH.dtype), text_BTH], dim=1)
@@ -407,7 +413,7 @@ class Shirg(nn.Module):
         return found
 
     def _looked_at(self, pixels_BVCXY: Tensor) -> tuple[Tensor, Tensor]:
-        """What the last layer of the tower is given and gives, of both views. Positions are stretched to the grid."""
+        """The input and the output of the tower's last layer, for both views. Positions are stretched to the grid."""
         num_rows = len(pixels_BVCXY)
         values = pixels_BVCXY.flatten(0, 1).float() / 127.5 - 1
         hidden = self.vision.embeddings(values, interpolate_pos_encoding=True)
@@ -428,7 +434,7 @@ class Shirg(nn.Module):
         return best(SCORES[self.made.score](patches), self.made.keep)
 
     def _attention(self, before_BPC: Tensor) -> Tensor:
-        """Head by head: all heads at once would hold as many squares of the patches."""
+        """Computed head by head, because all heads at once would need one P x P matrix each."""
         layer = self.vision.encoder.layers[-1]
         attention = layer.self_attn
         normed_BPC = layer.layer_norm1(before_BPC)
@@ -442,14 +448,15 @@ class Shirg(nn.Module):
         return total / int(attention.num_heads)
 
     def _similarity(self, features_BPC: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """With the question alone: an answer that had a say here would not be there when it is asked for."""
+        """The similarity to the question alone, because the answer does not exist yet at generation."""
         is_question_BT1 = (inputs["parts"] == READ)[:, :, None]
         words_BTH = self.transformer.wte(inputs["ids"]).float() * is_question_BT1
         question_B1H = words_BTH.sum(dim=1, keepdim=True) / is_question_BT1.sum(dim=1, keepdim=True).clamp_min(1)
         return functional.cosine_similarity(self.projector(features_BPC).float(), question_B1H, dim=2)
 
     def generate(self, inputs: Mapping[str, Tensor], *, max_new_tokens: int, stops: frozenset[int]) -> list[list[int]]:
-        """All tokens of an answer start masked; each step settles the surest. Image and question are read once."""
+        """All tokens of an answer start masked; each step settles the most certain ones. Image and question are read
+        once."""
         hidden_BLH, positions_BL, parts_BL = self._read(inputs)
         past = self._remembered(hidden_BLH, positions_BL, parts_BL)
         num_rows, made = len(hidden_BLH), self.made
@@ -478,7 +485,7 @@ class Shirg(nn.Module):
     def _told(
         self, ids_BA: Tensor, turn: Tensor, sees_B11L: Tensor, past: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """The likeliest token of each place, and how likely it is. A mask is no answer."""
+        """The likeliest token of each place and its probability. A mask token is never chosen."""
         hidden_BAH = self.transformer.wte(ids_BA)
         for block, before in zip(self.transformer.blocks, past, strict=True):
             hidden_BAH = block(hidden_BAH, turn, sees_B11L, before)

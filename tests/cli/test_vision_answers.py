@@ -71,7 +71,7 @@ def test_images_of_given_answers_can_be_shown_also_those_that_came_as_bytes(proj
     rows = [{"image": url, "question": ASKED, "answer": str(digit)} for url, digit in zip(inline, DIGITS, strict=True)]
     write_jsonl(project / "inline.jsonl", rows)
     found = [read_items(_work(data).stage(1, "eval").prepared("test.jsonl")) for data in ("test.jsonl", "inline.jsonl")]
-    beside, held = ([load_image(picture).tobytes() for item in items for picture in item.image_refs] for items in found)
+    beside, held = ([load_image(ref).tobytes() for item in items for ref in item.image_refs] for items in found)
     assert beside == held
     assert len(set(beside)) == len(DIGITS)
 
@@ -87,4 +87,4 @@ def test_an_image_that_is_not_there_is_told_by_its_row(project: Path, finefit: F
     (project / "1.png").unlink()
     refused = finefit("eval", "--answers", "answers.jsonl", "--data", "test.jsonl", "--task", "exact_match")
     assert refused.code == 2
-    assert "test.jsonl:2 1.png is not there" in refused.err
+    assert "test.jsonl:2 1.png does not exist" in refused.err

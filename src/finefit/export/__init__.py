@@ -1,0 +1,1 @@
+"""A trained model taken elsewhere: merged, converted, and proved equal to what was trained."""

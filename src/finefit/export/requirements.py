@@ -1,0 +1,78 @@
+"""What an export needs before it starts: formats that this model has, packages, a place of its own, room on disk."""
+
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+
+from finefit.artifacts.atomic import disk_full
+from finefit.artifacts.export_records import EXPORT, ExportReport, Onto
+from finefit.artifacts.reading import is_there
+from finefit.artifacts.records import read_if_there
+from finefit.errors import ModelError, RunError
+from finefit.export import gguf, merged
+from finefit.export.subject import ExportSubject
+from finefit.facts.files import free_bytes, read_config
+from finefit.model.quantised import packed_weights
+from finefit.model.saved_weights import spans_in
+from finefit.spec.exports import ExportFormat, export_bytes
+
+SLACK_BYTES = 64 << 20
+
+
+def require_possible(subject: ExportSubject, formats: Sequence[ExportFormat], *, with_modelfile: bool) -> None:
+    needing = [str(form) for form in formats if form.kind in ("adapter", "gguf-lora")]
+    if needing and subject.adapter is None:
+        problem = f"{subject.target} has no adapter to export as {', '.join(needing)}: it is a whole model"
+        raise ModelError(problem, "take --to merged or --to gguf")
+    if with_modelfile and not any(form.kind == "gguf" for form in formats):
+        raise ModelError("a Modelfile is for a GGUF file, and none is exported", "add gguf to --to")
+    if any(form.kind == "gguf" for form in formats):
+        gguf.require_packages("cyllama")
+    if any(form.kind == "gguf-lora" for form in formats):
+        gguf.require_packages("xllamacpp")
+
+
+def require_own(out: Path, subject: ExportSubject, formats: Sequence[ExportFormat]) -> bool:
+    """Whether `out` holds an earlier export of the same, which may be replaced."""
+    if not is_there(out):
+        return False
+    if out.is_dir() and not any(out.iterdir()):
+        out.rmdir()
+        return False
+    before = read_if_there(out / EXPORT, ExportReport) if out.is_dir() else None
+    if before is None:
+        raise RunError(f"{out} exists and is not an export", "name a folder that does not exist yet")
+    wanted = [(form.kind, form.precision) for form in formats]
+    there = [tuple(one.format.partition(":")[::2]) for one in before.exports]
+    is_same = len(wanted) == len(there) and all(
+        kind == has[0] and precision in (None, has[1] or None)
+        for (kind, precision), has in zip(wanted, there, strict=True)
+    )
+    if before.name != subject.name or not is_same:
+        named = ", ".join(one.format for one in before.exports)
+        raise RunError(f"{out} holds another export: {before.name} as {named}", "name another folder, or remove it")
+    return True
+
+
+def require_room(subject: ExportSubject, formats: Sequence[ExportFormat], place: Path, *, onto: Onto) -> None:
+    needed = needed_bytes(subject, formats)
+    if onto == "trained" and packed_weights(read_config(subject.base)) is not None:
+        needed += 2 * parameters_of(subject)  # its unpacked copy
+    parent = next(path for path in (place, *place.resolve().parents) if path.exists())
+    if (free := free_bytes(parent)) < needed:
+        raise disk_full(place, needed, free, remedy="free some space, or name fewer formats or another disk")
+
+
+def needed_bytes(subject: ExportSubject, formats: Sequence[ExportFormat]) -> int:
+    """On disk while it is made: all formats, and what conversions start from."""
+    count = parameters_of(subject)
+    precision = merged.precision_of(subject, None)
+    return export_bytes(formats, count, stored_bits=32.0 if precision == "fp32" else 16.0) + SLACK_BYTES
+
+
+def parameters_of(subject: ExportSubject) -> int:
+    """Of the whole model. Packed weights count by the values that are packed in them."""
+    packed = packed_weights(read_config(subject.base))
+    factor = {None: 1, 4: 2, 8: 1}[None if packed is None else packed.bits]
+    spans = spans_in(subject.base).values()
+    return sum(prod(span.shape) * (factor if span.dtype == "U8" else 1) for span in spans)
