@@ -18,11 +18,11 @@ import pytest
 from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
 from finefit.artifacts.stage_records import EvalResult
-from finefit.cli.chat_session import _COMMANDS, Lines, Session, append_row, converse
+from finefit.cli.chat_session import _COMMANDS, ChatSession, Lines, append_row, converse
 from finefit.data.rows import Message, Row
 from finefit.data.sources import open_source
 from finefit.errors import DataError, FinefitError
-from finefit.export.chat import Conversation, Piece, Sampling
+from finefit.export.chat import ChatHistory, Piece, Sampling
 from finefit.spec.data import Source
 from tests.cli.conftest import COMMAND, STAGE, Answer, Finefit, environment
 from tests.conftest import make_model_folder
@@ -240,8 +240,8 @@ class _Keys(Lines):
         self.said.append(error.problem)
 
 
-def _chatted(speaker: _Slow, *typed: str | None) -> Session:
-    session = Session(speaker, Conversation(), Sampling(max_new_tokens=9), _Keys(*typed))
+def _chatted(speaker: _Slow, *typed: str | None) -> ChatSession:
+    session = ChatSession(speaker, ChatHistory(), Sampling(max_new_tokens=9), _Keys(*typed))
     converse(session)
     return session
 

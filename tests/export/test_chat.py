@@ -12,7 +12,7 @@ from finefit.data.render import Renderer, open_renderer
 from finefit.data.rows import Message
 from finefit.errors import DataError, ModelError
 from finefit.evaluate import batches
-from finefit.export.chat import Conversation, ModelSpeaker, Piece, Sampling, open_speaker, require_base
+from finefit.export.chat import ChatHistory, ModelSpeaker, Piece, Sampling, open_speaker, require_base
 from finefit.export.subject import open_subject
 from tests.conftest import make_model, make_model_folder, make_tokenizer
 from tests.families import make_family
@@ -101,7 +101,7 @@ def test_reasoning_and_the_line_before_the_end_are_not_shown_as_the_answer(tmp_p
 
 
 def test_a_turn_reads_only_what_is_new_and_answers_as_one_that_reads_everything(tmp_path: Path) -> None:
-    speaker, talk = _speaker(tmp_path), Conversation("Be brief.")
+    speaker, talk = _speaker(tmp_path), ChatHistory("Be brief.")
     for number, question in enumerate(("add 3 and 4", "and 5", "and 6")):
         prompt = talk.prompt(question)
         pieces = list(speaker.stream(prompt, GREEDY))
@@ -129,7 +129,7 @@ def test_a_stopped_answer_leaves_a_cache_that_is_right(tmp_path: Path) -> None:
 def test_a_model_without_a_chat_template_is_prompted_with_the_text_alone(tmp_path: Path) -> None:
     make_model_folder(tmp_path / "model", chat=False)
     speaker = open_speaker(open_subject(str(tmp_path / "model")), device="cpu")
-    talk = Conversation()
+    talk = ChatHistory()
     assert not speaker.remembers
     talk.turns.append(("before", "answer"))
     prompt = talk.prompt("once upon", remembers=speaker.remembers)

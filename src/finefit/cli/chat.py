@@ -46,8 +46,8 @@ def chat(
     console = open_console(as_json=True)
     with console.status("reading the model"):
         from finefit.artifacts.rundir import names_checkpoint
-        from finefit.cli.chat_session import Session, converse, open_screen
-        from finefit.export.chat import Conversation, GgufSpeaker, Sampling, Speaker, open_speaker
+        from finefit.cli.chat_session import ChatSession, converse, open_screen
+        from finefit.export.chat import ChatHistory, GgufSpeaker, Sampling, Speaker, open_speaker
         from finefit.export.subject import open_subject
         from finefit.model.load import quiet
         from finefit.run.eval_subjects import refuse_what_has_not_run
@@ -62,6 +62,6 @@ def chat(
             subject = open_subject(model_folder(target), target=target, base=base)
             speaker, name = open_speaker(subject, device=device), subject.name
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    session = Session(speaker, Conversation(system), sampling, open_screen(as_json=as_json))
+    session = ChatSession(speaker, ChatHistory(system), sampling, open_screen(as_json=as_json))
     session.introduce(name)
     converse(session)

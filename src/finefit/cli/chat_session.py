@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finefit.errors import DataError, FinefitError
-from finefit.export.chat import Conversation, Sampling, Speaker, require_base
+from finefit.export.chat import ChatHistory, Sampling, Speaker, require_base
 from finefit.report.layout import visible
 
 _QUOTES = '"""'
@@ -45,7 +45,7 @@ Watch = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ChatReply:
     text: str
     seconds: float
     new_tokens: int | None = None
@@ -76,15 +76,15 @@ class Screen(Protocol):
     def writing(self, sides: int) -> Any:
         """A context in which answers appear: yields a Watch for each side."""
 
-    def answered(self, said: str, answer: Answer, base: Answer | None) -> None: ...
+    def answered(self, said: str, answer: ChatReply, base: ChatReply | None) -> None: ...
 
     def failed(self, error: FinefitError) -> None: ...
 
 
 @dataclass(slots=True)
-class Session:
+class ChatSession:
     speaker: Speaker
-    conversation: Conversation
+    conversation: ChatHistory
     sampling: Sampling
     screen: Screen
     compares: bool = False
@@ -115,16 +115,16 @@ class Session:
         with self.screen.writing(2) as watches:
             watches[0](text)
             base = self._stream(prompt, watches[1], base=True)
-        self.screen.answered(said, Answer(text=text, seconds=0.0), base)
+        self.screen.answered(said, ChatReply(text=text, seconds=0.0), base)
         return base.is_stopped
 
-    def _stream(self, prompt: Any, watch: Watch, *, base: bool = False) -> Answer:
+    def _stream(self, prompt: Any, watch: Watch, *, base: bool = False) -> ChatReply:
         began, text = time.perf_counter(), ""
-        answer = Answer(text="", seconds=0.0)
+        answer = ChatReply(text="", seconds=0.0)
         with stop_on_ctrl_c() as is_stopped, closing(self.speaker.stream(prompt, self.sampling, base=base)) as pieces:
             for piece in pieces:
                 text += piece.text
-                answer = Answer(
+                answer = ChatReply(
                     text=text,
                     seconds=0.0,
                     new_tokens=piece.new_tokens,
@@ -177,7 +177,7 @@ class Session:
         self.screen.note(f"appended to {file}")
 
 
-def converse(session: Session) -> None:
+def converse(session: ChatSession) -> None:
     """Until /quit, the end of the input, or two Ctrl-C in a row."""
     was_pressed = False
     while True:
@@ -198,7 +198,7 @@ def converse(session: Session) -> None:
             session.screen.note("Ctrl-C again ends the chat")
 
 
-def _carry_out(session: Session, line: str) -> bool:
+def _carry_out(session: ChatSession, line: str) -> bool:
     if not line.strip():
         return False
     if line.startswith("/") and not line.startswith("//"):
@@ -307,7 +307,7 @@ class Terminal:
         finally:
             print()
 
-    def answered(self, said: str, answer: Answer, base: Answer | None) -> None:  # noqa: ARG002 it is on the screen
+    def answered(self, said: str, answer: ChatReply, base: ChatReply | None) -> None:  # noqa: ARG002 it is on the screen
         for remark in dict.fromkeys(one.remark for one in (answer, base) if one is not None and one.remark):
             self.note(remark)
 
@@ -344,7 +344,7 @@ class Lines:
     def writing(self, sides: int) -> Iterator[list[Watch]]:
         yield [lambda _text: None] * sides
 
-    def answered(self, said: str, answer: Answer, base: Answer | None) -> None:  # noqa: ARG002
+    def answered(self, said: str, answer: ChatReply, base: ChatReply | None) -> None:  # noqa: ARG002
         typer.echo(answer.text)
         if base is not None:
             typer.echo(f"base: {base.text}")
@@ -356,12 +356,12 @@ class Lines:
 
 
 class JsonLines(Lines):
-    def answered(self, said: str, answer: Answer, base: Answer | None) -> None:
+    def answered(self, said: str, answer: ChatReply, base: ChatReply | None) -> None:
         document = {"prompt": said, **_document(answer)} | ({"base": _document(base)} if base is not None else {})
         typer.echo(json.dumps(document, ensure_ascii=False))
 
 
-def _document(answer: Answer) -> dict[str, Any]:
+def _document(answer: ChatReply) -> dict[str, Any]:
     counts = {"new_tokens": answer.new_tokens, "reused_tokens": answer.reused_tokens, "cut_tokens": answer.cut_tokens}
     ends = {"is_cut": answer.is_cut, "is_stopped": answer.is_stopped}
     return {"answer": answer.text, **counts, **ends, "seconds": round(answer.seconds, 3)}

@@ -82,7 +82,7 @@ class Speaker(Protocol):
 
 
 @dataclass(slots=True)
-class Conversation:
+class ChatHistory:
     system: str = ""
     turns: list[tuple[str, str]] = field(default_factory=list)
     """What the user said, and the answer."""
@@ -93,12 +93,12 @@ class Conversation:
             messages += [Message("user", user), Message("assistant", answer)]
         return [*messages, Message("user", said)]
 
-    def before_last(self) -> "Conversation":
-        return Conversation(self.system, self.turns[:-1])
+    def before_last(self) -> "ChatHistory":
+        return ChatHistory(self.system, self.turns[:-1])
 
     def row(self, *, whole: bool = False) -> dict[str, Any]:
         """The last exchange, or the whole conversation, as a row to train on."""
-        kept = self if whole else Conversation(self.system, self.turns[-1:])
+        kept = self if whole else ChatHistory(self.system, self.turns[-1:])
         user, answer = kept.turns[-1]
         messages = [*kept.before_last().prompt(user), Message("assistant", answer)]
         return {"messages": [{"role": message.role, "content": message.content} for message in messages]}

@@ -29,7 +29,7 @@ from finefit.export.requirements import parameters_of, require_own, require_poss
 from finefit.export.scores import beyond_score, scored_evaluation, task_score
 from finefit.export.servable import servable
 from finefit.export.structure import adapter_problems, folder_problems
-from finefit.export.subject import MAX_ANSWER, PROMPTS, ExportSubject, HeldOut, Origin, held_out, probe_of
+from finefit.export.subject import MAX_ANSWER, PROMPTS, ExportSubject, Origin, PromptItem, held_out, probe_of
 from finefit.facts.files import read_config, read_object
 from finefit.facts.machine import read_version
 from finefit.model.quantised import packed_weights
@@ -55,7 +55,7 @@ class _Making:
     onto: Onto
     alone: bool
     """One format: its files lie in the export itself."""
-    items: list[HeldOut]
+    items: list[PromptItem]
     probe: Probe
     compute: proof.Compute
     trained: Outputs

@@ -8,7 +8,7 @@ from finefit.artifacts.stage_records import Stage
 from finefit.data.rows import Row, is_asked
 from finefit.evaluate.score import score_item
 from finefit.export.outputs import Outputs
-from finefit.export.subject import ExportSubject, HeldOut
+from finefit.export.subject import ExportSubject, PromptItem
 from finefit.spec import tasks as kinds
 from finefit.spec.schema import Evaluation
 from finefit.stats.intervals import Interval
@@ -31,7 +31,7 @@ def scored_evaluation(subject: ExportSubject) -> Evaluation | None:
 
 
 def task_score(
-    subject: ExportSubject, items: Sequence[HeldOut], trained: Outputs, exported: Outputs
+    subject: ExportSubject, items: Sequence[PromptItem], trained: Outputs, exported: Outputs
 ) -> TaskScore | None:
     evaluation = scored_evaluation(subject)
     if evaluation is None or subject.where is None:

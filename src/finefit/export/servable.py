@@ -30,7 +30,7 @@ class ServeNote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Adapter:
+class _AdapterFolder:
     config: Mapping[str, Any]
     tensors: tuple[str, ...]
     architecture: str
@@ -58,7 +58,7 @@ def servable(adapter: Path, base: Path, *, named: str = "") -> list[ServeNote]:
     ]
 
 
-def _read(adapter: Path, base: Path) -> _Adapter:
+def _read(adapter: Path, base: Path) -> _AdapterFolder:
     config = read_object(adapter / ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
         problem = f"{adapter} holds an adapter of kind {config.get('peft_type')}, and servers take LoRA"
@@ -68,17 +68,17 @@ def _read(adapter: Path, base: Path) -> _Adapter:
         raise ModelError(f"{adapter} has no {ADAPTER_WEIGHTS}", f"name a folder with {ADAPTER_CONFIG} and its weights")
     architectures = read_config(base).get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else "unknown"
-    return _Adapter(config=config, tensors=tuple(read_weight_file(weights).tensors), architecture=architecture)
+    return _AdapterFolder(config=config, tensors=tuple(read_weight_file(weights).tensors), architecture=architecture)
 
 
-def _note(server: Server, hindrances: list[str], command: str, found: _Adapter) -> ServeNote:
+def _note(server: Server, hindrances: list[str], command: str, found: _AdapterFolder) -> ServeNote:
     if hindrances:
         return ServeNote(server=server, accepted=False, reason="; ".join(hindrances), command="")
     known = f"rank {found.rank} on {', '.join(sorted(found.modules))} of a {found.architecture}"
     return ServeNote(server=server, accepted=True, reason=known, command=command)
 
 
-def _in_both(found: _Adapter) -> Iterator[str]:
+def _in_both(found: _AdapterFolder) -> Iterator[str]:
     config = found.config
     if config.get("use_dora"):
         yield "it is a DoRA adapter"
@@ -96,19 +96,19 @@ def _in_both(found: _Adapter) -> Iterator[str]:
         yield f"its layers differ in {' and '.join(pattern.removesuffix('_pattern') for pattern in patterns)}"
 
 
-def _in_vllm(found: _Adapter) -> Iterator[str]:
+def _in_vllm(found: _AdapterFolder) -> Iterator[str]:
     if vllm_rank(found.rank) is None:
         yield f"its rank is {found.rank}, and --max-lora-rank is at most {VLLM_RANKS[-1]}"
     yield from _unknown_modules("vLLM", found, VLLM_MODULES)
 
 
-def _in_sglang(found: _Adapter) -> Iterator[str]:
+def _in_sglang(found: _AdapterFolder) -> Iterator[str]:
     if found.config.get("use_rslora"):
         yield "it is rank-stabilised, and SGLang scales by alpha / rank"
     yield from _unknown_modules("SGLang", found, SGLANG_MODULES)
 
 
-def _unknown_modules(server: Server, found: _Adapter, known: Mapping[str, Collection[str]]) -> Iterator[str]:
+def _unknown_modules(server: Server, found: _AdapterFolder, known: Mapping[str, Collection[str]]) -> Iterator[str]:
     modules = known.get(found.architecture)
     if modules is None:
         yield f"{server} is not known to take adapters on a {found.architecture}"

@@ -86,7 +86,7 @@ class ExportSubject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOut:
+class PromptItem:
     """One item of a probe."""
 
     prompt: tuple[int, ...]
@@ -160,7 +160,7 @@ def make_probe(subject: ExportSubject, n: int = PROMPTS) -> Probe:
     return probe_of(subject, items)
 
 
-def probe_of(subject: ExportSubject, items: Sequence[HeldOut], *, max_new_tokens: int = MAX_ANSWER) -> Probe:
+def probe_of(subject: ExportSubject, items: Sequence[PromptItem], *, max_new_tokens: int = MAX_ANSWER) -> Probe:
     """`max_new_tokens`: of the greedy answers."""
     return Probe(
         prompts=tuple(item.prompt for item in items),
@@ -170,10 +170,10 @@ def probe_of(subject: ExportSubject, items: Sequence[HeldOut], *, max_new_tokens
     )
 
 
-def held_out(subject: ExportSubject, n: int = PROMPTS) -> tuple[list[HeldOut], Origin]:
+def held_out(subject: ExportSubject, n: int = PROMPTS) -> tuple[list[PromptItem], Origin]:
     """Of the run's test rows, else of its validation rows, else built-in prompts. The same items in every export of a
     run. Rows with images are left out: programs that run converted models are asked with text alone."""
-    readers: tuple[tuple[Origin, Iterator[HeldOut]], ...] = (
+    readers: tuple[tuple[Origin, Iterator[PromptItem]], ...] = (
         ("test", _of_test(subject, n)),
         ("validation", _of_validation(subject, n)),
     )
@@ -183,7 +183,7 @@ def held_out(subject: ExportSubject, n: int = PROMPTS) -> tuple[list[HeldOut], O
     return list(_built_in(subject, n)), "built-in"
 
 
-def _of_test(subject: ExportSubject, n: int) -> Iterator[HeldOut]:
+def _of_test(subject: ExportSubject, n: int) -> Iterator[PromptItem]:
     prepared = _prepared(subject, _TEST)
     if prepared is None:
         return
@@ -195,7 +195,7 @@ def _of_test(subject: ExportSubject, n: int) -> Iterator[HeldOut]:
             continue
 
 
-def _of_validation(subject: ExportSubject, n: int) -> Iterator[HeldOut]:
+def _of_validation(subject: ExportSubject, n: int) -> Iterator[PromptItem]:
     prepared = _prepared(subject, _VALIDATION)
     if prepared is None:
         return
@@ -206,7 +206,7 @@ def _of_validation(subject: ExportSubject, n: int) -> Iterator[HeldOut]:
             yield split
 
 
-def _built_in(subject: ExportSubject, n: int) -> Iterator[HeldOut]:
+def _built_in(subject: ExportSubject, n: int) -> Iterator[PromptItem]:
     for number, (question, answer) in enumerate(_BUILT_IN[:n], start=1):
         messages = (Message("user", question), Message("assistant", answer))
         yield _item(subject.renderer, Row(source="built-in", number=number, messages=messages, num_given=1))
@@ -220,7 +220,7 @@ def _prepared(subject: ExportSubject, name: str) -> Path | None:
     return subject.where.verified(name, prepared) if name in prepared else None
 
 
-def _item(renderer: Renderer, row: Row) -> HeldOut:
+def _item(renderer: Renderer, row: Row) -> PromptItem:
     if not row.text:
         kept = renderer.cut_prompt(row.prompt, tools=row.tools, max_tokens=_MAX_PROMPT)
         row = replace(row, messages=(*kept, row.messages[-1]), num_given=len(kept))
@@ -230,17 +230,17 @@ def _item(renderer: Renderer, row: Row) -> HeldOut:
     found = _split(rendered.examples[-1])
     if found is None:
         raise DataError(f"{row.place} has no answer to compare", "give the row an answer")
-    return HeldOut(prompt=found.prompt, answer=found.answer, row=None if row.text else row)
+    return PromptItem(prompt=found.prompt, answer=found.answer, row=None if row.text else row)
 
 
-def _split(example: Example) -> HeldOut | None:
+def _split(example: Example) -> PromptItem | None:
     """Prompt and beginning of the last answer. A text without a prompt is split in the middle."""
     starts = [at for at in range(1, len(example.tokens)) if example.supervised[at] and not example.supervised[at - 1]]
     start = starts[-1] if starts else 0
     if start <= 1:
         start = min(len(example.tokens) // 2, _MAX_PROMPT)
     answer = example.tokens[start : start + MAX_ANSWER]
-    return HeldOut(prompt=example.tokens[:start], answer=answer) if start and answer else None
+    return PromptItem(prompt=example.tokens[:start], answer=answer) if start and answer else None
 
 
 def _spread(count: int, n: int) -> Sequence[int]:

@@ -3,6 +3,7 @@ pipeline, or any folder with a model or an adapter."""
 
 from pathlib import Path
 
+from finefit.artifacts.checkpoint import list_checkpoints
 from finefit.artifacts.reading import is_there
 from finefit.artifacts.rundir import find_run, is_pipeline, is_run, names_checkpoint, open_target, stage_of
 from finefit.errors import RunError
@@ -50,8 +51,6 @@ def _checkpoint_folder(path: str, checkpoint: str | None, default: str) -> Path:
 
 
 def resolve_newest(checkpoints: Path, run: str) -> str:
-    from finefit.artifacts.checkpoint import list_checkpoints
-
     found = list_checkpoints(checkpoints)
     if not found:
         raise RunError(f"{run} has no checkpoint yet", f"`finefit run {run}` goes on with it")
