@@ -20,6 +20,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 
 from finefit.model.attention import flash_packed, row_by_row
 from finefit.objective.batch import Packed
+from finefit.rehearse import known_results
 from finefit.step.fused import dense_weight
 from finefit.vision.attention import autocast, has_varlen, widest_head
 
@@ -430,7 +431,7 @@ def device_kernels(device: Literal["cpu", "cuda"], capability: tuple[int, int], 
 def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs the operation, except grouped products other than bf16, which torch does not support on fake tensors."""
     if func is not GROUPED_MM or args[0].dtype is torch.bfloat16 or not isinstance(args[0], FakeTensor):
-        return func(*args, **kwargs)
+        return known_results.run(func, args, kwargs)
     left, right = args[0], args[1]
     if right.ndim == 3:  # tokens by expert times the experts' weights
         return torch.empty(left.shape[0], right.shape[2], dtype=left.dtype)
