@@ -682,17 +682,45 @@ def even_project(folder: Path, **rest: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("project", "repeated", "after"), [(even_project, 0, 2), (still_project, 1, 1)], ids=["even rows", "uneven rows"]
-)
-def test_the_worst_batch_is_computed_again_only_where_the_second_step_is_not_as_large(
-    tmp_path: Path, project: Callable[..., Path], repeated: int, after: int
-) -> None:
+def uneven_from_step(number: int) -> None:
+    """From this step on only the shortest rows follow, as in data where the first rows happen to be the longest."""
+    really = oom_recovery.holds_worst_batch
+    asked: list[int] = []
+
+    def holds(*given: Any) -> bool:
+        asked.append(1)
+        return really(*given) and len(asked) < number
+
+    setattr(loop, "holds_worst_batch", holds)  # noqa: B010
+
+
+def test_a_first_step_that_was_the_worst_batch_is_not_computed_again(tmp_path: Path) -> None:
+    """No later step is as large, so nothing is measured, and no step is computed beyond those of the training."""
     spec = re.sub(r"epochs: \d+", "steps: 3", STILL.replace("{micro_batch: 2}", UNPULLED))
     taken = tmp_path / "taken"
+
+    def prepare() -> None:
+        count_steps(taken)
+        uneven_from_step(2)
+
+    where = run_to_end(make_job(tmp_path, spec=spec, project=even_project), prepare)
+    assert taken.read_text().split() == [loop.__name__] * 3
+    assert events(where, "measured") == []
+
+
+@pytest.mark.parametrize(
+    ("project", "steps", "repeated", "after"),
+    [(even_project, 3, 0, 2), (even_project, 1, 1, 1), (still_project, 3, 1, 1)],
+    ids=["even rows", "one step", "uneven rows"],
+)
+def test_the_worst_batch_is_computed_again_only_where_no_other_step_is_as_large(
+    tmp_path: Path, project: Callable[..., Path], steps: int, repeated: int, after: int
+) -> None:
+    spec = re.sub(r"epochs: \d+", f"steps: {steps}", STILL.replace("{micro_batch: 2}", UNPULLED))
+    taken = tmp_path / "taken"
     where = run_to_end(make_job(tmp_path, spec=spec, project=project), lambda: count_steps(taken))
-    steps = taken.read_text().split()
-    assert (steps.count(loop.__name__), steps.count(oom_recovery.__name__)) == (3, repeated)
+    computed = taken.read_text().split()
+    assert (computed.count(loop.__name__), computed.count(oom_recovery.__name__)) == (steps, repeated)
     (told,) = events(where, "measured")
     assert (told["step"], told["predicted_bytes"]) == (after, read_record(where.stage, Stage).predicted_bytes)
     last = list(read_lines(where.path / "memory.jsonl"))[-1]

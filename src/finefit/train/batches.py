@@ -38,6 +38,8 @@ class BatchLoader:
         self._make, self._total_steps = make, total_steps
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-loader")
         self._ahead: tuple[int, Future[list[Batch]]] | None = None
+        self.taken: list[Batch] = []
+        """The batches of the last step, on the host."""
 
     def take(self, step: int) -> tuple[list[Batch], float]:
         """The batches of any step, on the host, and the seconds spent waiting for them. Those of the next step are made
@@ -45,10 +47,10 @@ class BatchLoader:
         began = time.perf_counter()
         if self._ahead is not None and self._ahead[0] != step:
             self.change(self._make)
-        batches = (self._ahead[1] if self._ahead else self._submit(step)).result()
+        self.taken = (self._ahead[1] if self._ahead else self._submit(step)).result()
         waited = time.perf_counter() - began
         self._ahead = (step + 1, self._submit(step + 1)) if step + 1 < self._total_steps else None
-        return batches, waited
+        return self.taken, waited
 
     def ahead(self) -> list[Batch]:
         """The batches of the step after the last one taken, if there is one and its levers are the same."""

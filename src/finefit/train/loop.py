@@ -49,14 +49,8 @@ def train(ctx: TrainContext, state: TrainState) -> TrainState:
             done, state = state.step, _one_step(ctx, state, loader)
             if state.step <= done:  # the same rows again, or an earlier step: nothing is due
                 continue
-            if state.step == 1 and ctx.measured_card is not None:
-                # the first step had no optimizer state yet; where the second is as large as any, it is the measurement
-                if holds_worst_batch(ctx, state.levers, loader.ahead()):
-                    awaited = state.levers
-                else:
-                    measure_worst_batch(ctx, state.levers)
-            elif state.step == 2 and state.levers == awaited:
-                record_measurement(ctx, step=2)
+            if ctx.measured_card is not None:
+                awaited = _measured(ctx, state, loader, awaited)
             save = state.step == stage.total_steps or _due(ctx, stage.save.every, state.step, saved)
             every = stage.validate_every
             if ctx.validation and (save or (every is not None and _due(ctx, every, state.step, validated))):
@@ -67,6 +61,22 @@ def train(ctx: TrainContext, state: TrainState) -> TrainState:
                 saved = time.monotonic()
     ctx.saver.save(state)  # after a kill behind the last step only the names of checkpoints are missing
     return state
+
+
+def _measured(ctx: TrainContext, state: TrainState, loader: BatchLoader, awaited: Levers | None) -> Levers | None:
+    """Measures the worst batch once, and returns the levers under which a later step will be that measurement: the
+    first step had no optimizer state yet. If it was as large as any and another follows, all else is known to fit, so
+    the worst batch is not computed for the measurement alone."""
+    if state.step == 1:
+        has_next = state.step < ctx.stage.total_steps
+        if has_next and any(holds_worst_batch(ctx, state.levers, found) for found in (loader.taken, loader.ahead())):
+            return state.levers
+        measure_worst_batch(ctx, state.levers)
+    elif state.levers == awaited:
+        if not holds_worst_batch(ctx, awaited, loader.taken):
+            return awaited
+        record_measurement(ctx, step=state.step)
+    return None
 
 
 def _save(ctx: TrainContext, state: TrainState) -> None:
