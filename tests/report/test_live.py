@@ -11,7 +11,7 @@ from rich.console import Console
 from finefit.artifacts.atomic import Journal
 from finefit.artifacts.rundir import RunDir, stage_of
 from finefit.errors import RunError
-from finefit.report.live import JournalTail, RunFollower, RunView
+from finefit.report.live import JournalTail, RunFollower, RunView, describe_evaluating
 from tests.memory import peak_of
 from tests.report.conftest import answer, ask, note, step
 
@@ -23,7 +23,7 @@ def _training(follower: RunFollower) -> str:
 
 
 def _evaluating(run: RunDir) -> str:
-    found = RunFollower(run).evaluating()
+    found = describe_evaluating(run.stages()[0])
     assert found is not None
     return found.words
 
@@ -139,14 +139,14 @@ def test_of_a_run_that_only_evaluates_no_training_is_told(run: RunDir) -> None:
 def test_an_evaluation_with_a_result_is_over(run: RunDir) -> None:
     ask(run, "base")
     stage_of(run).evaluation("json_match", "base").result.write_text("{}")
-    assert RunFollower(run).evaluating() is None
+    assert describe_evaluating(run.stages()[0]) is None
 
 
 def test_an_evaluation_that_was_stopped_does_not_hide_the_training_that_goes_on(run: RunDir) -> None:
     request = ask(run, "base")
     os.utime(request, ns=(0, 0))
     step(run, 1)
-    assert RunFollower(run).evaluating() is None
+    assert describe_evaluating(run.stages()[0]) is None
 
 
 def test_a_line_that_is_still_being_written_waits_and_a_torn_one_is_passed_over(tmp_path: Path) -> None:

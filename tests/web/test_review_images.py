@@ -12,9 +12,10 @@ import pytest
 
 from finefit.review.items import ReviewImage, ReviewSet
 from finefit.web.server import Token
+from tests.clients import ORIGIN, Client
 from tests.reviews import in_memory, make_review_set
 from tests.vision_models import digit_image
-from tests.web.test_review_server import ORIGIN, Client, _client, _post
+from tests.web.test_review_server import _client, _post
 
 
 def _exhibit(path: Path) -> ReviewImage:

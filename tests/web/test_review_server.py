@@ -1,14 +1,12 @@
 """The page's server: it answers our own page on this machine and nobody else, and no answer of it names a model before
 the results are asked for."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from finefit.errors import DiskFull
@@ -16,38 +14,17 @@ from finefit.review.items import ReviewSet
 from finefit.review.session import Session
 from finefit.review.verdicts import JournalEntry, ResultsRevealed, Verdict
 from finefit.web.review import review_app
-from finefit.web.server import MAX_BODY_BYTES, MAX_HEADER_BYTES, Guard, Token, bound, is_loopback, names_of
+from finefit.web.server import MAX_BODY_BYTES, MAX_HEADER_BYTES, Token, bound, is_loopback, names_of
+from tests.clients import ORIGIN, Client, client_of
 from tests.reviews import MODELS, OPENED, in_memory, make_review_set, make_single, on_disk, side_of
 
-HOST = "127.0.0.1:8000"
-ORIGIN = {"Origin": f"http://{HOST}"}
 APIS = ("begin", "turn", "verdict", "undo", "results", "login")
 
 
-class Client:
-    """Requests to the application itself, one after the other, with a browser's cookies."""
-
-    def __init__(self, runner: asyncio.Runner, http: httpx.AsyncClient) -> None:
-        self._runner = runner
-        self._http = http
-
-    def request(self, method: str, path: str, **more: Any) -> httpx.Response:
-        return self._runner.run(self._http.request(method, path, **more))
-
-    def get(self, path: str, **more: Any) -> httpx.Response:
-        return self.request("GET", path, **more)
-
-    def post(self, path: str, **more: Any) -> httpx.Response:
-        return self.request("POST", path, **more)
-
-
-@contextmanager
-def _client(session: Session, *, token: Token | None = None, rater: str | None = None) -> Iterator[Client]:
-    app = Guard(review_app(session, rater=rater, token=token), hosts=[HOST, "localhost:8000"], token=token)
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url=f"http://{HOST}")
-    with asyncio.Runner() as runner:
-        yield Client(runner, http)
-        runner.run(http.aclose())
+def _client(
+    session: Session, *, token: Token | None = None, rater: str | None = None
+) -> AbstractContextManager[Client]:
+    return client_of(review_app(session, rater=rater, token=token), token=token)
 
 
 @pytest.fixture

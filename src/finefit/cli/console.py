@@ -31,6 +31,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdou
 _SET = "Override a value of the spec; may be repeated."
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=_SET)]
 Runs = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
+LOOPBACK = "127.0.0.1"
+_HOST = "Listen on another address than loopback; viewers then need a token."
+Host = Annotated[str, typer.Option(help=_HOST)]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")]
+_USE_TOKEN = "Require a token on loopback too: the value of $FINEFIT_TOKEN, or a new one."
+UseToken = Annotated[bool, typer.Option("--token", help=_USE_TOKEN)]
 New = Annotated[bool, typer.Option("--new", help="Start another run even if an equal one exists.")]
 
 

@@ -1,16 +1,13 @@
 """`finefit review`: people judge answers without knowing which model gave them."""
 
 import json
-import os
-import secrets
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finefit.cli.console import AsJson, open_console, print_json
+from finefit.cli.console import LOOPBACK, AsJson, Host, Port, UseToken, open_console, print_json
 from finefit.errors import DataError, UserError
 
 if TYPE_CHECKING:
@@ -19,9 +16,6 @@ if TYPE_CHECKING:
     from finefit.review.items import ReviewSet
     from finefit.review.session import Session
 
-TOKEN = "FINEFIT_TOKEN"
-_SHORTEST_TOKEN = 16
-_LOOPBACK = "127.0.0.1"
 _RUNS = "RUN[:CHECKPOINT] [RUN[:CHECKPOINT]]"
 _TARGETS = "One or two evaluated runs, or PIPELINE/STAGE."
 _ANSWERS = "Answers from a file: CSV or JSONL with prompt and answer, or with prompt, answer_a and answer_b."
@@ -32,8 +26,6 @@ _OVERLAP = (
     "Show this many items to every rater, and each of the others to one rater; by default all items for all raters."
 )
 _EXPORT_PAIRS = "Write preference pairs for DPO training to this .jsonl file."
-_HOST = "Listen on another address than loopback; raters then need a token."
-_USE_TOKEN = f"Require a token on loopback too: the value of ${TOKEN}, or a new one."
 
 
 def review(
@@ -51,9 +43,9 @@ def review(
     results: Annotated[bool, typer.Option("--results", help="Show the results so far; they name the models.")] = False,
     export: Annotated[Path | None, typer.Option(help="Write all verdicts to this .jsonl or .csv file.")] = None,
     export_pairs: Annotated[Path | None, typer.Option(help=_EXPORT_PAIRS)] = None,
-    host: Annotated[str, typer.Option(help=_HOST)] = _LOOPBACK,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port.")] = 0,
-    token: Annotated[bool, typer.Option("--token", help=_USE_TOKEN)] = False,
+    host: Host = LOOPBACK,
+    port: Port = 0,
+    token: UseToken = False,
     as_json: AsJson = False,
 ) -> None:
     """Judge answers blind, on a local page or in the terminal: one model's as good or bad, or which of two is better.
@@ -181,29 +173,21 @@ def _on_page(
     session: "Session", rater: str | None, console: "Console", *, host: str, port: int, asks_token: bool, as_json: bool
 ) -> None:
     from finefit.web.review import review_app
-    from finefit.web.server import Guard, Token, bound, is_loopback, names_of, serve
+    from finefit.web.server import serve_page
 
     name = None if rater is None else _rater_name(rater)
-    given = os.environ.get(TOKEN)  # not an option, because everybody on the machine can see command lines
-    if given is not None and len(given) < _SHORTEST_TOKEN:
-        problem = f"${TOKEN} has {len(given)} characters and could be guessed"
-        raise UserError(problem, f"give at least {_SHORTEST_TOKEN} characters, or unset it to get a new token")
-    with bound(host, port) as listening:
-        port = listening.getsockname()[1]
-        token = None
-        if asks_token or not is_loopback(host):
-            token = Token(secret=given or secrets.token_urlsafe(24), port=port)
-        hosts = names_of(host, port)
-        address = f"http://{hosts[0]}/" + (f"#token={token.secret}" if token and not given else "")
-        app = Guard(review_app(session, rater=name, token=token), hosts=hosts, token=token)
 
-        def ready() -> None:
-            hint = f", followed by #token= and the value of ${TOKEN}" if token and given else ""
-            console.print(f"judge at {address}{hint}\nCtrl-C ends the review", soft_wrap=True)
-            if as_json:
-                counts = {"items": len(session.review_set.items), "models": len(session.review_set.models)}
-                typer.echo(json.dumps({"url": address, **counts}))
+    def ready(address: str, hint: str) -> None:
+        console.print(f"judge at {address}{hint}\nCtrl-C ends the review", soft_wrap=True)
+        if as_json:
+            counts = {"items": len(session.review_set.items), "models": len(session.review_set.models)}
+            typer.echo(json.dumps({"url": address, **counts}))
 
-        with suppress(KeyboardInterrupt):  # the usual way to stop a server
-            serve(app, listening, ready=ready)
+    serve_page(
+        lambda token: review_app(session, rater=name, token=token),
+        host=host,
+        port=port,
+        asks_token=asks_token,
+        ready=ready,
+    )
     console.print("ended; all verdicts are saved, and the same command continues the review")

@@ -5,7 +5,7 @@ lines."""
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from finefit.artifacts.atomic import parse_line
 from finefit.artifacts.cache import WORTH_A_WARNING
 from finefit.artifacts.reading import is_there, lines_of, num_lines, open_file
 from finefit.artifacts.records import read_record
-from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.artifacts.stage_records import EvalRequest, Stage
 from finefit.errors import RunError
 from finefit.report.layout import clock, gib
@@ -130,9 +130,8 @@ class Progress:
 
 class RunFollower:
     def __init__(self, run: RunDir) -> None:
-        self.run = run
-        self._where = run.stages()[0]
-        self._metrics, self._memory = JournalTail(self._where.metrics), JournalTail(self._where.memory)
+        self.where = run.stages()[0]
+        self._metrics, self._memory = JournalTail(self.where.metrics), JournalTail(self.where.memory)
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)
         self._step = 0
         self._loss: float | None = None
@@ -148,7 +147,7 @@ class RunFollower:
             try:
                 words = self._take(line)
             except _DAMAGED as error:  # a damaged line stops no run
-                words = f"a line of {self._where.metrics} is damaged and not shown: {type(error).__name__} {error}"
+                words = f"a line of {self.where.metrics} is damaged and not shown: {type(error).__name__} {error}"
             if words:
                 told.append(words)
         for line in self._memory.lines():
@@ -176,9 +175,9 @@ class RunFollower:
 
     def training(self) -> Progress | None:
         """None if nothing is trained."""
-        if not is_there(self._where.stage):
+        if not is_there(self.where.stage):
             return None
-        total = read_record(self._where.stage, Stage).total_steps
+        total = read_record(self.where.stage, Stage).total_steps
         parts, seconds = [f"step {self._step}/{total}"], sum(seconds for seconds, _ in self._recent)
         if not seconds:
             parts.append(self._preparing)
@@ -191,24 +190,25 @@ class RunFollower:
             parts.append(f"saved {self._checkpoint}" if self._checkpoint else "nothing saved yet")
         return Progress(subject="training", done=self._step, total=total, words="  ".join(parts))
 
-    def evaluating(self) -> Progress | None:
-        """The evaluation in progress: the latest requested, after the last step, and without a result yet."""
-        asked = self._where.evaluations()
-        if not asked or asked[-1].result.exists():
-            return None
-        paths = asked[-1]
-        if _written(paths.request) < max(_written(self._where.metrics), _written(self._where.memory)):
-            return None  # training goes on, and an evaluation that was stopped waits
-        try:
-            items = read_record(paths.request, EvalRequest).subject.items
-        except RunError:  # of another version
-            items = "test.jsonl"
-        rows = num_lines(self._where.prepared(items))
-        total = min(rows, paths.limit or rows)
-        done = min(total, sum(map(num_lines, paths.answered())))  # a sample can follow the answers to all
-        task, checkpoint = paths.folder.name, paths.checkpoint
-        words = f"evaluating {checkpoint} on {task}: {done}/{total} answers"
-        return Progress(subject=f"{task} {checkpoint}", done=done, total=total, words=words)
+
+def describe_evaluating(where: StageDir) -> Progress | None:
+    """The evaluation in progress: the latest requested, after the last step, and without a result yet."""
+    asked = where.evaluations()
+    if not asked or asked[-1].result.exists():
+        return None
+    paths = asked[-1]
+    if _written(paths.request) < max(_written(where.metrics), _written(where.memory)):
+        return None  # training goes on, and an evaluation that was stopped waits
+    try:
+        items = read_record(paths.request, EvalRequest).subject.items
+    except RunError:  # of another version
+        items = "test.jsonl"
+    rows = num_lines(where.prepared(items))
+    total = min(rows, paths.limit or rows)
+    done = min(total, sum(map(num_lines, paths.answered())))  # a sample can follow the answers to all
+    task, checkpoint = paths.folder.name, paths.checkpoint
+    words = f"evaluating {checkpoint} on {task}: {done}/{total} answers"
+    return Progress(subject=f"{task} {checkpoint}", done=done, total=total, words=words)
 
 
 class JournalTail:
@@ -217,7 +217,7 @@ class JournalTail:
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, 0
 
-    def lines(self) -> Iterator[Line]:
+    def lines(self) -> Generator[Line, None, None]:
         if not is_there(self._path):
             return
         with open_file(self._path) as descriptor, os.fdopen(os.dup(descriptor), "rb") as file:
@@ -269,7 +269,8 @@ class RunView:
 
     def _plain_lines(self, *, at_end: bool = False) -> Progress | None:
         """A line for each beginning, one for a training that has ended, and one from time to time in between."""
-        evaluating, training = self.follower.evaluating(), None if self._evaluates else self.follower.training()
+        evaluating = describe_evaluating(self.follower.where)
+        training = None if self._evaluates else self.follower.training()
         for now in filter(None, (training, evaluating)):
             has_ended = at_end or (now is training and evaluating is not None)
             is_late = time.monotonic() - self._last_plain >= _PLAIN_SECONDS

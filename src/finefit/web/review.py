@@ -2,10 +2,8 @@
 asks for the results, which is recorded."""
 
 import io
-import json
 from dataclasses import asdict
-from importlib.resources import files
-from typing import Literal, TypeVar
+from typing import Literal
 
 from pydantic import Field
 from starlette.applications import Starlette
@@ -23,20 +21,11 @@ from finefit.review.items import ImageUnavailable, ReviewImage, read_image
 from finefit.review.session import NAME_LENGTH, NOTE_LENGTH, Press, Refused, Session, Stale, Turn
 from finefit.review.verdicts import REASONS, results_of
 from finefit.spec import Part
-from finefit.web.server import LOGIN, Token
+from finefit.web.server import BadRequest, Token, bad_request, body_of, file_routes, login_route
 
-_PAGES = {
-    "/": ("review.html", "text/html"),
-    "/review.js": ("review.js", "text/javascript"),
-    "/review.css": ("review.css", "text/css"),
-}
+_PAGES = {"/": "review.html", "/review.js": "review.js", "/review.css": "review.css"}
 _INSUFFICIENT_STORAGE = 507
 _FAST_COMPRESSION = 1
-A = TypeVar("A", bound=Part)
-
-
-class _BadRequest(Exception):
-    """The request's body is not one that our page sends."""
 
 
 class _Rater(Part):
@@ -55,10 +44,6 @@ class _Results(_Rater):
     """The page has asked for confirmation, because results name the models."""
 
 
-class _Login(Part):
-    token: str
-
-
 def review_app(session: Session, *, rater: str | None = None, token: Token | None = None) -> Starlette:
     """`rater` is the person who judges, if the command names them; otherwise the page asks."""
 
@@ -68,28 +53,22 @@ def review_app(session: Session, *, rater: str | None = None, token: Token | Non
         return JSONResponse({"models": models, "reasons": list(REASONS), "rater": rater, **lengths})
 
     async def turn(request: Request) -> Response:
-        return _shown(session.turn((await _body(request, _Rater)).rater))
+        return _shown(session.turn((await body_of(request, _Rater)).rater))
 
     async def verdict(request: Request) -> Response:
-        asked = await _body(request, _Decision)
+        asked = await body_of(request, _Decision)
         try:
             return _shown(session.judge(asked.rater, asked.item, asked.press, reasons=asked.reasons, note=asked.note))
         except Stale:
             return _shown(session.turn(asked.rater), 409)
 
     async def undo(request: Request) -> Response:
-        return _shown(session.undo((await _body(request, _Rater)).rater))
+        return _shown(session.undo((await body_of(request, _Rater)).rater))
 
     async def results(request: Request) -> Response:
-        asked = await _body(request, _Results)
+        asked = await body_of(request, _Results)
         session.reveal(asked.rater)
         return JSONResponse(results_document(results_of(session.review_set, session.entries)))
-
-    async def login(request: Request) -> Response:
-        given = (await _body(request, _Login)).token
-        if token is None or not token.opens(given):
-            return JSONResponse({"error": "this is not the token"}, 401)
-        return Response(status_code=204, headers={"Set-Cookie": token.cookie})
 
     images = {image.sha256: image for item in session.review_set.items for image in item.images}
 
@@ -103,32 +82,16 @@ def review_app(session: Session, *, rater: str | None = None, token: Token | Non
         except ImageUnavailable as gone:
             return JSONResponse({"error": str(gone)}, 410)
 
-    async def page(request: Request) -> Response:
-        name, kind = _PAGES[request.scope["path"]]
-        content = files("finefit.web").joinpath("pages", name).read_bytes()
-        return Response(content, media_type=f"{kind}; charset=utf-8")
-
-    async def no_icon(_: Request) -> Response:
-        return Response(status_code=204)
-
     asked = {"begin": begin, "turn": turn, "verdict": verdict, "undo": undo, "results": results}
-    posted = {f"/api/{name}": answer for name, answer in asked.items()} | {LOGIN: login}
     return Starlette(
         routes=[
-            *(Route(path, page) for path in _PAGES),
-            Route("/favicon.ico", no_icon),
-            *(Route(path, answer, methods=["POST"]) for path, answer in posted.items()),
+            *file_routes(_PAGES),
+            *(Route(f"/api/{name}", answer, methods=["POST"]) for name, answer in asked.items()),
+            login_route(token),
             Route("/api/image/{sha256}", image),
         ],
-        exception_handlers={Refused: _failed, _BadRequest: _failed, FinefitError: _failed},
+        exception_handlers={Refused: _failed, BadRequest: bad_request, FinefitError: _failed},
     )
-
-
-async def _body(request: Request, kind: type[A]) -> A:
-    try:
-        return kind.model_validate(json.loads(await request.body()))
-    except (ValueError, RecursionError):  # not JSON, not UTF-8, nested too deep, or other fields
-        raise _BadRequest from None
 
 
 def _shown(turn: Turn, status: int = 200) -> Response:
@@ -138,8 +101,6 @@ def _shown(turn: Turn, status: int = 200) -> Response:
 async def _failed(_: Request, error: Exception) -> Response:
     if isinstance(error, Refused):
         return JSONResponse({"error": str(error)}, 422)
-    if isinstance(error, _BadRequest):
-        return JSONResponse({"error": "this request does not come from the page; reload it"}, 400)
     # most likely the disk is full: the verdict was not saved, and the rater must know
     return JSONResponse({"error": f"not saved: {error}"}, _INSUFFICIENT_STORAGE)
 

@@ -7,25 +7,36 @@ own page, and no other site may frame, read or cache a response.
 
 import hmac
 import ipaddress
+import json
+import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import TypeVar
 
 import psutil
 import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from finefit.errors import UserError
+from finefit.spec import Part
 
+A = TypeVar("A", bound=Part)
+TOKEN = "FINEFIT_TOKEN"
+_SHORTEST_TOKEN = 16
 MAX_BODY_BYTES = 64 << 10
 MAX_HEADER_BYTES = 16 << 10
 """The limit of the address and all headers together; several times what a browser sends."""
 LOGIN = "/api/login"
 _HTTP = 80
+_KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
@@ -145,6 +156,56 @@ def _replayed(body: bytes) -> Receive:
     return receive
 
 
+class BadRequest(Exception):
+    """The request's body is not one that our page sends."""
+
+
+async def body_of(request: Request, kind: type[A]) -> A:
+    try:
+        return kind.model_validate(json.loads(await request.body()))
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, nested too deep, or other fields
+        raise BadRequest from None
+
+
+async def bad_request(_: Request, __: Exception) -> Response:
+    return JSONResponse({"error": "this request does not come from the page; reload it"}, 400)
+
+
+class _Login(Part):
+    token: str
+
+
+def login_route(token: Token | None) -> Route:
+    async def login(request: Request) -> Response:
+        given = (await body_of(request, _Login)).token
+        if token is None or not token.opens(given):
+            return JSONResponse({"error": "this is not the token"}, 401)
+        return Response(status_code=204, headers={"Set-Cookie": token.cookie})
+
+    return Route(LOGIN, login, methods=["POST"])
+
+
+def file_response(name: str) -> Response:
+    """A file of `pages/`, of which only our own code gives the name."""
+    content = files("finefit.web").joinpath("pages", *name.split("/")).read_bytes()
+    return Response(content, media_type=f"{_KINDS[name.rpartition('.')[2]]}; charset=utf-8")
+
+
+def file_routes(names: Mapping[str, str]) -> list[Route]:
+    """The files of `pages/` by their paths, and no icon."""
+
+    def route(path: str, name: str) -> Route:
+        async def file(_: Request) -> Response:
+            return file_response(name)
+
+        return Route(path, file)
+
+    async def no_icon(_: Request) -> Response:
+        return Response(status_code=204)
+
+    return [*(route(path, name) for path, name in names.items()), Route("/favicon.ico", no_icon)]
+
+
 def is_loopback(host: str) -> bool:
     address = _ip_address(host)
     return host == "localhost" or (address is not None and address.is_loopback)
@@ -182,6 +243,34 @@ def names_of(host: str, port: int) -> list[str]:
     names = [f"[{name}]" if ":" in name else name for name in dict.fromkeys(reached)]
     bare = names if port == _HTTP else []  # a browser omits this port
     return bare + [f"{name}:{port}" for name in names]
+
+
+def serve_page(
+    make_app: Callable[[Token | None], ASGIApp],
+    *,
+    host: str,
+    port: int,
+    asks_token: bool,
+    ready: Callable[[str, str], None],
+    path: str = "/",
+) -> None:
+    """Serves an app behind the guard until Ctrl-C. Without loopback, or with `asks_token`, the token is that of the
+    environment or a new one. `ready` is told the address of `path`, and what has to be added to it by hand."""
+    given = os.environ.get(TOKEN)  # not an option, because everybody on the machine can see command lines
+    if given is not None and len(given) < _SHORTEST_TOKEN:
+        problem = f"${TOKEN} has {len(given)} characters and could be guessed"
+        raise UserError(problem, f"give at least {_SHORTEST_TOKEN} characters, or unset it to get a new token")
+    with bound(host, port) as listening:
+        port = listening.getsockname()[1]
+        token = None
+        if asks_token or not is_loopback(host):
+            token = Token(secret=given or secrets.token_urlsafe(24), port=port)
+        hosts = names_of(host, port)
+        address = f"http://{hosts[0]}{path}" + (f"#token={token.secret}" if token and not given else "")
+        hint = f", followed by #token= and the value of ${TOKEN}" if token and given else ""
+        with suppress(KeyboardInterrupt):  # the usual way to stop a server
+            app = Guard(make_app(token), hosts=hosts, token=token)
+            serve(app, listening, ready=lambda: ready(address, hint))
 
 
 def serve(app: Guard, listening: socket.socket, *, ready: Callable[[], None] = lambda: None) -> None:

@@ -1,0 +1,154 @@
+// The parts of a run's page beside its curves. Each is drawn again only when what it shows has changed.
+import { at, button, gib, link, made, number, table } from "./page.js";
+
+const drawn = new Map();
+const PHASES = ["load", "batch", "forward", "loss", "backward", "update", "validation", "generation"];
+const WORDS = { learning: "Is it learning?", memory: "Does it fit?", end: "When is it done?", best: "Best checkpoint" };
+
+function changed(id, value) {
+  const text = JSON.stringify(value);
+  if (drawn.get(id) === text) return false;
+  drawn.set(id, text);
+  return true;
+}
+
+export function status(state) {
+  const pill = at("status");
+  pill.textContent = state.status;
+  pill.dataset.status = state.status;
+  at("place").textContent = state.path;
+}
+
+export function answers(found) {
+  if (!found || !changed("answers", found)) return;
+  at("answers").replaceChildren(...Object.entries(WORDS).map(([name, title]) => {
+    const card = made("article", undefined, "answer");
+    card.dataset.level = found[name].level;
+    card.append(made("h2", title), made("p", found[name].text, "text"), made("p", found[name].more, "dim"));
+    return card;
+  }));
+}
+
+export function next(state) {
+  const training = state.training;
+  const host = state.host && `host: ${state.host.free_memory} of ${state.host.memory} GiB memory and ${state.host.free_disk} GiB disk free`;
+  const said = [state.note, training?.next?.length ? `Next: ${training.next.join("; ")}` : "", host].filter(Boolean);
+  at("next").textContent = said.join(" · ");
+  at("next").hidden = !said.length;
+}
+
+export function stages(state, chosen) {
+  at("stages").hidden = !state.stages.length;
+  if (!changed("stages", [state.stages, state.stage])) return;
+  at("stages").replaceChildren(...state.stages.map((one) => {
+    const box = link("", `?stage=${encodeURIComponent(one.name)}`);
+    box.className = "stage";
+    box.title = [one.reason, ...(one.lines ?? [])].join("\n");
+    box.dataset.status = one.status;
+    if (one.name === (chosen || state.stage).split("/")[0]) box.setAttribute("aria-current", "page");
+    const facts = [one.status, one.seconds && `${number(one.seconds)} s`, one.peak_bytes && gib(one.peak_bytes)].filter(Boolean);
+    box.append(made("strong", one.name), made("span", one.kind, "dim"), made("span", facts.join(" · ")));
+    return box;
+  }));
+}
+
+export function scores(training, fetchItems) {
+  const found = training?.evaluations ?? [];
+  at("scores").hidden = !found.length;
+  if (!found.length || !changed("scores", found)) return;
+  const rows = found.map((one) => {
+    const items = button("items", () => showItems(one, fetchItems, 0, false));
+    items.setAttribute("aria-label", `items of ${one.checkpoint} on ${one.task}`);
+    const cells = one.scores.map((score) => `${score.name} ${score.value} (${score.low} to ${score.high})`);
+    const n = one.n === one.available ? one.n : `${one.n} of ${one.available}`;
+    return { cells: [one.task, one.is_best ? `${one.checkpoint} *` : one.checkpoint, cells.join("\n"), `${n}`, items], kind: one.is_best ? "best" : "" };
+  });
+  at("board").replaceChildren(table(["task", "checkpoint", "score (95 % interval)", "n", ""], rows));
+}
+
+async function showItems(one, fetchItems, from, onlyWrong) {
+  const found = await fetchItems({ task: one.task, checkpoint: one.checkpoint, from, wrong: onlyWrong ? 1 : 0 });
+  if (!found) return;
+  const bar = made("div", undefined, "line");
+  const again = (start, wrong) => () => showItems(one, fetchItems, start, wrong);
+  const toggle = button(onlyWrong ? "all items" : "only wrong ones", again(0, !onlyWrong));
+  const end = from + found.items.length;
+  bar.append(made("h3", `${one.checkpoint} on ${one.task}`), made("span", found.total ? `${from + 1} to ${end} of ${found.total}` : "none", "dim"), toggle);
+  if (from > 0) bar.append(button("earlier", again(Math.max(0, from - 20), onlyWrong)));
+  if (end < found.total) bar.append(button("later", again(end, onlyWrong)));
+  at("items").replaceChildren(bar, ...found.items.map(item));
+}
+
+function item(one) {
+  const box = made("article", undefined, "item");
+  const marks = Object.entries(one.scores).map(([name, value]) => `${name} ${number(value)}`).join(", ");
+  box.append(made("p", `${one.place}: ${one.failure ?? marks}`, one.failure ? "bad" : "dim"));
+  for (const part of ["prompt", "answer", "reference", "verdict"]) {
+    if (!one[part]) continue;
+    box.append(made("h4", part), made("div", one[part], "words"));
+  }
+  return box;
+}
+
+export function checkpoints(training) {
+  const found = training?.checkpoints ?? [];
+  at("saved").hidden = !found.length;
+  if (!found.length || !changed("saved", found)) return;
+  const rows = [...found].reverse().map((one) => {
+    const loss = one.validation_loss === null ? "" : number(one.validation_loss);
+    const size = one.bytes === null ? one.problem : `${(one.bytes / 2 ** 20).toFixed(1)} MiB`;
+    return { cells: [one.name, one.names.join(", "), loss, size, new Date(1000 * one.time).toLocaleString()] };
+  });
+  at("checkpoints").replaceChildren(table(["checkpoint", "", "validation loss", "size", "written"], rows));
+}
+
+export function phases(training) {
+  const planned = training?.planned?.instants ?? {};
+  const measured = training?.instants ?? {};
+  const value = { planned, measured, peak: training?.planned?.peak_bytes };
+  at("fit").hidden = !Object.keys(planned).length && !Object.keys(measured).length;
+  if (!changed("fit", value)) return;
+  const held = (found) => found && (found.allocated_bytes ?? found.resident_bytes);
+  const same = { load: "loaded" };
+  const rows = Object.entries(planned).sort(([one], [other]) => PHASES.indexOf(one) - PHASES.indexOf(other)).map(([name, bytes]) => {
+    const found = held(measured[same[name] ?? name]);
+    return { cells: [name, gib(bytes), found ? gib(found) : ""] };
+  });
+  const used = new Set(Object.keys(planned).map((name) => same[name] ?? name));
+  for (const [name, found] of Object.entries(measured)) {
+    if (!used.has(name)) rows.push({ cells: [name, "", gib(held(found))] });
+  }
+  const peak = Math.max(0, ...Object.values(measured).map((found) => found.peak_bytes ?? 0));
+  rows.push({ cells: ["peak", value.peak ? gib(value.peak) : "", peak ? gib(peak) : ""], kind: "best" });
+  at("phases").replaceChildren(table(["phase", "planned", "measured"], rows));
+}
+
+export function events(training) {
+  const found = training?.events ?? [];
+  at("happened").hidden = !found.length;
+  if (!found.length || !changed("events", found)) return;
+  at("events").replaceChildren(...[...found].reverse().map((one) => {
+    const line = made("li", undefined, one.kind);
+    const when = one.time === null ? "" : new Date(1000 * one.time).toLocaleTimeString();
+    line.append(made("span", `step ${one.step}`, "dim"), made("span", when, "dim"), made("span", one.text.replace(/^step \d+: /, "")));
+    return line;
+  }));
+}
+
+export function settings(found) {
+  if (!found) return;
+  const rows = found.values.map((one) => ({ cells: [one.key, text(one.value), one.source] }));
+  at("settings").replaceChildren(table(["setting", "value", "source"], rows), made("h3", "spec.yaml"), made("pre", found.spec));
+}
+
+const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+
+export function log(found) {
+  if (!found) return;
+  at("lines").textContent = found.text || "empty";
+  at("lines").scrollTop = at("lines").scrollHeight;
+}
+
+export function onOpen(details, act) {
+  details.addEventListener("toggle", () => { if (details.open) act(); });
+}

@@ -1,0 +1,210 @@
+// The page of one run: what changes comes by server-sent events, the curves are fetched when there are new ones.
+import { Chart, isMark } from "./charts.js";
+import { at, get, link, login, made, number, say } from "./page.js";
+import * as panels from "./panels.js";
+
+const name = decodeURIComponent(location.pathname.split("/")[2]);
+const query = new URLSearchParams(location.search);
+const root = `/api/run/${encodeURIComponent(name)}`;
+const SERIES_MS = 1500;
+const GIB = 2 ** 30;
+const share = (value) => `${(100 * value).toFixed(1)} %`;
+
+let state = null;
+let series = null;
+let others = {};
+let range = null;
+let source = null;
+let shownLines = -1;
+let isFetching = false;
+const charts = new Map();
+
+function inGib(found) {
+  for (const [column, values] of Object.entries(found.memory.columns)) {
+    found.memory.columns[column] = values.map((value) => (value === null ? null : value / GIB));
+  }
+  return found;
+}
+
+const stage = () => query.get("stage") ?? "";
+const asked = (what, more = {}) => `${root}/${what}?${new URLSearchParams({ stage: stage(), ...more })}`;
+
+// [title, columns, {lines, format, isWide}] of the curves that the run has
+function planned() {
+  const plan = state.training?.planned ?? {};
+  const memory = series.memory.columns.reserved_bytes ? "reserved_bytes" : "resident_bytes";
+  const limits = [{ value: plan.peak_bytes / GIB, label: "planned" }, { value: plan.budget_bytes / GIB, label: "room" }];
+  const known = [
+    ["Loss", ["loss", "smoothed_loss", "validation_loss"], { isWide: true, isMarked: true }],
+    ["Learning rate", ["learning_rate"], {}],
+    ["Gradient norm", ["grad_norm"], {}],
+    ["Tokens per second", ["tokens_per_second"], { lines: [{ value: plan.tokens_per_second, label: "planned" }] }],
+    [plan.device === "cuda" ? "Memory reserved" : "Memory of the process", [memory], { format: (value) => `${number(value)} GiB`, lines: limits }],
+    ["Time waiting for data", ["waiting"], { format: share }],
+    ["Supervised share of tokens", ["supervised"], { format: share }],
+    ["Card in use", ["card_utilisation"], { format: share }],
+    ["Card power, W", ["card_watts"], {}],
+  ];
+  const used = new Set([...known.flatMap(([, columns]) => columns), "seconds", "wait_seconds"]);
+  const rest = [...Object.keys(series.steps.columns), ...Object.keys(series.validations.columns)].filter((column) => !used.has(column));
+  return [...known, ...[...new Set(rest)].map((column) => [column.replaceAll("_", " "), [column], {}])];
+}
+
+const STYLES = {
+  loss: { label: "loss", colour: "--accent", width: 1, faint: true },
+  smoothed_loss: { label: "smoothed", colour: "--accent", width: 2 },
+  validation_loss: { label: "validation", colour: "--orange", width: 1.5, points: true },
+};
+
+function tablesOf(found, columns, suffix, style) {
+  const tables = [];
+  const styles = [];
+  for (const part of ["steps", "validations", "memory"]) {
+    const there = columns.filter((column) => found[part].columns[column]?.some((value) => value !== null));
+    if (!there.length || tables.some((one) => one.has(there[0]))) continue;
+    const one = new Map([["step", found[part].step], ...there.map((column) => [column, found[part].columns[column]])]);
+    tables.push(one);
+    for (const column of there) {
+      const points = part === "validations" ? { points: true } : {};
+      const own = STYLES[column] ?? { label: column.replaceAll("_", " "), colour: "--accent", ...points };
+      styles.push({ ...own, ...style, label: own.label + suffix });
+    }
+  }
+  return [tables.map((one) => [...one.values()]), styles];
+}
+
+function drawCharts() {
+  if (!series || !state) return;
+  const step = series.steps.step;
+  at("curves").hidden = !step.length && !series.memory.step.length;
+  const marks = series.marks.filter(isMark);
+  for (const [title, columns, { lines = [], format, isWide, isMarked }] of planned()) {
+    let [tables, styles] = tablesOf(series, columns, "", {});
+    if (!tables.length) continue;
+    for (const [other, found] of Object.entries(others)) {
+      const [more, theirs] = tablesOf(found, columns.filter((column) => column !== "loss"), ` (${other})`, { colour: "--violet", dash: [6, 4] });
+      tables = [...tables, ...more];
+      styles = [...styles, ...theirs];
+    }
+    if (!charts.has(title)) {
+      charts.set(title, new Chart(title, { format, isWide, zoom }));
+      at("charts").append(charts.get(title).box);
+    }
+    charts.get(title).draw(uPlot.join(tables), styles, { lines, marks: isMarked ? marks : [], range });
+  }
+  at("window").textContent = range ? `steps ${range[0].toLocaleString("en")} to ${range[1].toLocaleString("en")}` : "";
+  at("whole").hidden = !range;
+}
+
+async function fetchSeries() {
+  if (isFetching || document.hidden) return;
+  isFetching = true;
+  try {
+    const lines = state?.training?.lines;
+    const more = { points: Math.min(3000, 2 * Math.max(300, at("charts").clientWidth)), ...(range && { first: range[0], last: range[1] }) };
+    const found = await get(asked("series", more));
+    if (!found?.steps) return;
+    series = inGib(found);
+    await fetchOthers(more);
+    shownLines = [found, ...Object.values(others)].some((one) => one.is_behind) ? -1 : lines;
+    drawCharts();
+  } finally {
+    setTimeout(() => { isFetching = false; refresh(); }, SERIES_MS);
+  }
+}
+
+async function fetchOthers(more) {
+  const names = query.getAll("with");
+  const found = await Promise.all(names.map((other) => get(`/api/run/${encodeURIComponent(other)}/series?${new URLSearchParams(more)}`)));
+  others = Object.fromEntries(names.map((other, place) => [other, found[place]]).filter(([, one]) => one?.steps).map(([other, one]) => [other, inGib(one)]));
+}
+
+function refresh() {
+  if (state?.training && state.training.lines !== shownLines) fetchSeries();
+}
+
+async function zoom(ends) {
+  const last = state?.training?.total_steps ?? Infinity;
+  range = ends && [Math.max(0, ends[0]), Math.min(last, ends[1])];
+  drawCharts();  // at once with what is here; the finer curve follows
+  isFetching = false;
+  await fetchSeries();
+}
+
+function keys(event) {
+  if (event.target.closest("input, select, textarea, pre, ol") || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "0") return void zoom(null);
+  const [first, last] = range ?? [series?.steps.step.at(0) ?? 0, series?.steps.step.at(-1) ?? 0];
+  const width = last - first;
+  const moves = { "+": [0.25, -0.25], "=": [0.25, -0.25], "-": [-0.5, 0.5], ArrowLeft: [-0.25, -0.25], ArrowRight: [0.25, 0.25] };
+  const move = moves[event.key];
+  if (!move || width < 2) return;
+  event.preventDefault();
+  zoom([Math.round(first + move[0] * width), Math.round(last + move[1] * width)]);
+}
+
+function show(next) {
+  if (!next.name) return void say((next.problems ?? []).join("\n"));
+  state = next;
+  say([...(next.problems ?? []), next.failure, next.is_behind ? "Reading the curves …" : ""].filter(Boolean).join("\n"));
+  const training = next.training;
+  document.title = training?.trains ? `${training.step}/${training.total_steps} ${next.name}` : next.name;
+  at("name").textContent = next.name;
+  panels.status(next);
+  panels.answers(training?.answers);
+  panels.next(next);
+  panels.stages(next, stage());
+  panels.scores(training, (more) => get(asked("items", more)));
+  panels.checkpoints(training);
+  panels.phases(training);
+  panels.events(training);
+  refresh();
+}
+
+function listen() {
+  source?.close();
+  source = new EventSource(asked("live"));
+  source.addEventListener("message", (event) => show(JSON.parse(event.data)));
+  source.addEventListener("error", () => say("The page's server does not answer; this is what it said last. Runs go on without it."));
+}
+
+async function links() {
+  const found = await get("/api/runs");
+  if (!found || found.runs.length < 2) return;
+  at("links").append(link("All runs", "/"));
+  const select = at("overlay");
+  select.parentElement.hidden = false;
+  select.append(made("option", "none"), ...found.runs.filter((run) => run.name !== name).map((run) => made("option", run.name)));
+  select.options[0].value = "";
+  select.value = query.get("with") ?? "";
+  select.addEventListener("change", () => {
+    query.delete("with");
+    if (select.value) query.set("with", select.value);
+    history.replaceState(null, "", `?${query}`);
+    shownLines = -1;
+    isFetching = false;
+    fetchSeries();
+  });
+}
+
+function wire() {
+  at("whole").addEventListener("click", () => zoom(null));
+  document.addEventListener("keydown", keys);
+  document.addEventListener("visibilitychange", () => (document.hidden ? source.close() : listen()));
+  new ResizeObserver(() => charts.forEach((chart) => chart.resize())).observe(at("charts"));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    for (const chart of charts.values()) chart.shape = "";
+    drawCharts();
+  });
+  panels.onOpen(at("plan"), async () => panels.settings(await get(asked("plan"))));
+  panels.onOpen(at("log"), async () => panels.log(await get(asked("log"))));
+}
+
+await login();
+wire();
+const first = await get(asked("state"));
+if (first) {
+  show(first);
+  listen();
+  links();
+}

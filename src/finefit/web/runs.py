@@ -1,0 +1,183 @@
+"""The runs that the page shows, by name: one, or those of a folder. All viewers of a run share what was read of it:
+twenty cost no more reading than one."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+from starlette.concurrency import run_in_threadpool
+
+from finefit.artifacts.processes import holder_of
+from finefit.artifacts.records import FinishedStage, PipelineState, Run, StageState
+from finefit.artifacts.rundir import RunDir, StageDir, find_run, is_pipeline, is_run, models_of, open_any_run
+from finefit.errors import FinefitError, RunError
+from finefit.facts.files import free_bytes
+from finefit.report.run import format_memory, summary_lines
+from finefit.web.training import Document, RecordReader, Training
+
+TICK_SECONDS = 1.0
+_MAX_OPEN = 60
+
+
+class NoSuchRun(Exception):
+    """Neither the run nor the stage is among those that the page shows."""
+
+
+class OpenRun:
+    """One run directory, its stages, and the training or evaluation of each that was looked at."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.run = name, RunDir(path)
+        self.records = RecordReader()
+        self._trainings: dict[Path, Training] = {}
+        self._documents: dict[str, bytes] = {}
+        self._read_at: dict[str, float] = {}
+        self._lock = asyncio.Lock()
+
+    async def document(self, stage: str) -> bytes:
+        """As JSON, at most a tick old; a journal that was not read to its end is read on at once."""
+        async with self._lock:
+            if time.monotonic() - self._read_at.get(stage, -TICK_SECONDS) >= TICK_SECONDS:
+                found, is_behind = await run_in_threadpool(self._look, stage)
+                if len(self._documents) > _MAX_OPEN:
+                    self._documents.clear()
+                self._documents[stage] = json.dumps(found, allow_nan=False, default=str).encode()
+                self._read_at[stage] = -TICK_SECONDS if is_behind else time.monotonic()
+            return self._documents[stage]
+
+    async def thinned(self, stage: str, first: int, last: int, num_points: int) -> bytes:
+        async with self._lock:
+            training = self.training(stage)
+            if training is None:
+                return b"{}"
+            return await run_in_threadpool(training.series.thinned, first, last, num_points)
+
+    def training(self, stage: str) -> Training | None:
+        """None for a stage that neither trains nor evaluates."""
+        place = self._place(stage)
+        if place is None or not is_run(place):
+            return None
+        if place not in self._trainings:
+            self._trainings[place] = Training(RunDir(place), self.records)
+        return self._trainings[place]
+
+    def _place(self, stage: str) -> Path | None:
+        if not is_pipeline(self.run.path):
+            return self.run.path
+        states = {state.name: state for state in self._states()}
+        name, _, model = (stage or _current(list(states.values()))).partition("/")
+        if name not in states:
+            raise NoSuchRun
+        place = find_run(self.run.path / name)
+        models = {path.name: path for path in models_of(place)}
+        return models.get(model) or next(iter(models.values()), place)
+
+    def _states(self) -> Sequence[StageState]:
+        state = self.records.read(self.run.state, PipelineState)
+        return state.stages if state else ()
+
+    def _look(self, stage: str) -> tuple[Document, bool]:
+        record, pid = self.records.read(self.run.run, Run), holder_of(self.run.lock)
+        found: Document = {"name": self.name, "path": str(self.run.path), "pid": pid}
+        if record is not None:
+            status = "interrupted" if record.status == "running" and pid is None else record.status
+            failure = None if record.failure is None else f"{record.failure.problem}\n{record.failure.remedy}"
+            found |= {"kind": record.kind, "status": status, "failure": failure, "created": record.created}
+            found |= {"note": _note(status, self.run.path)}
+        training, is_behind = None, False
+        try:
+            training = self.training(stage)
+            if training is not None:
+                is_behind = training.read()
+                found["training"] = training.document(is_running=pid is not None)
+        except FinefitError as error:
+            self.records.problems[self.run.path] = error.problem
+        found["stages"] = [_stage_document(self, state) for state in self._states()]
+        found["stage"] = stage or _current(self._states())
+        found["problems"] = list(self.records.problems.values())
+        found["is_behind"] = is_behind
+        if pid is not None:
+            memory = psutil.virtual_memory()
+            sizes = {"memory": memory.total, "free_memory": memory.available, "free_disk": free_bytes(self.run.path)}
+            found["host"] = {name: round(size / 2**30, 1) for name, size in sizes.items()}
+        return found, is_behind
+
+
+def _note(status: str, path: Path) -> str:
+    if status == "interrupted":
+        return f"Its process is gone. It goes on where it saved with: finefit run {path}"
+    return f"It goes on with: finefit run {path}" if status in ("stopped", "failed", "prepared") else ""
+
+
+def _current(states: Sequence[StageState]) -> str:
+    """The stage to show: the one that runs, else the last that began."""
+    running = [state.name for state in states if state.status == "running"]
+    begun = [state.name for state in states if state.status != "waiting" and state.kind in ("train", "evaluate")]
+    return next(iter([*running, *begun[-1:], *(state.name for state in states)]), "")
+
+
+def _stage_document(run: OpenRun, state: StageState) -> Document:
+    where = StageDir(run.run.path / state.place)
+    done = run.records.read(where.done, FinishedStage) if state.status == "done" else None
+    found: Document = {"name": state.name, "kind": state.kind, "status": state.status, "reason": state.reason}
+    if done is None:
+        return found
+    peak = done.memory.peak_bytes if done.memory else None
+    lines = [format_memory(done.memory), *summary_lines(done.kind, done.summary)]
+    return found | {"seconds": done.seconds, "peak_bytes": peak, "lines": lines}
+
+
+class Runs:
+    """`target` is a run directory, a stage of one, or a folder that holds run directories."""
+
+    def __init__(self, target: Path) -> None:
+        found = find_run(target)
+        self.folder = found if not is_run(found) and found.is_dir() else None
+        self._only = None if self.folder is not None else open_any_run(target).path
+        if self.folder is not None and not self.names():
+            raise RunError(f"{target} holds no run directory", "name a run directory, or the folder that holds them")
+        self._open: dict[str, OpenRun] = {}
+
+    @property
+    def only(self) -> str | None:
+        """The name of the run, if it is the only one to show."""
+        return None if self._only is None else self._only.resolve().name
+
+    def names(self) -> list[str]:
+        """Looked up again every time: a run that starts appears."""
+        if self.folder is None:
+            return [str(self.only)]
+        entries = (path for path in self.folder.iterdir() if not path.name.startswith(".") and is_run(path))
+        newest_first = sorted(entries, key=lambda path: (path / "run.json").stat().st_mtime, reverse=True)
+        return [path.name for path in newest_first]
+
+    def open(self, name: str) -> OpenRun:
+        if name not in self.names():
+            raise NoSuchRun
+        if name not in self._open:
+            if len(self._open) >= _MAX_OPEN:
+                self._open.pop(next(iter(self._open)))
+            self._open[name] = OpenRun(name, self._only or Path(self.folder or "", name))
+        return self._open[name]
+
+    def listed(self) -> list[Document]:
+        """A line for each run, newest first."""
+        return [self._line(name) for name in self.names()]
+
+    def _line(self, name: str) -> Document:
+        run = self.open(name)
+        record = run.records.read(run.run.run, Run)
+        if record is None:
+            return {"name": name, "status": "damaged", "note": next(iter(run.records.problems.values()), "")}
+        pid = holder_of(run.run.lock)
+        status = "interrupted" if record.status == "running" and pid is None else record.status
+        found: Document = {"name": name, "kind": record.kind, "status": status, "created": record.created, "note": ""}
+        try:
+            training = run.training("")
+            found |= {} if training is None else training.summary()
+        except FinefitError as error:
+            found["note"] = error.problem
+        return found

@@ -1,0 +1,297 @@
+"""The server of the page that follows runs: what it says of a run, and that it says it to our own page alone."""
+
+import gzip
+import hashlib
+import random
+import re
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from finefit.artifacts.processes import run_lock
+from finefit.errors import RunError
+from finefit.web.runs import Runs
+from finefit.web.series import TrainingSeries
+from finefit.web.server import Token
+from finefit.web.watch import watch_app
+from tests.clients import ORIGIN, Client, client_of
+from tests.watched import Watched, make_watched
+
+APIS = ("state", "series", "items", "plan", "log")
+PAGES = ("/", "/run/orders-1", "/files/run.js", "/files/runs.js", "/files/uplot.min.js", "/files/watch.css")
+
+
+@pytest.fixture(autouse=True)
+def _every_request_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finefit.web.runs.TICK_SECONDS", 0.0)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def watched(runs: Path) -> Watched:
+    found = make_watched(runs / "orders-1", results={"base": [0, 1], "checkpoint-20": [1, 1, 0]})
+    found.steps(45)
+    return found
+
+
+@pytest.fixture
+def client(watched: Watched, runs: Path) -> Iterator[Client]:
+    assert watched.step == 45
+    with client_of(watch_app(Runs(runs))) as client:
+        yield client
+
+
+def _get(client: Client, what: str, name: str = "orders-1", status: int = 200, **query: Any) -> Any:
+    response = client.get(f"/api/run/{name}/{what}", params=query)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+def test_the_page_says_whether_it_learns_fits_ends_and_which_checkpoint_is_best(
+    client: Client, watched: Watched
+) -> None:
+    with run_lock(watched.run.lock):
+        found = _get(client, "state")
+    answers = found["training"]["answers"]
+    assert found["status"] == "running"
+    assert answers["learning"]["text"] == "Yes: validation is at its lowest"
+    assert answers["memory"]["text"] == "20.18 GiB of 23.53 GiB"
+    assert re.fullmatch(r"In 2 min 30 s, at \d\d:\d\d", answers["end"]["text"])
+    assert answers["best"]["text"].startswith("checkpoint-20: 50.0%")
+    assert found["training"]["next"][:2] == ["save at step 60", "validation at step 60"]
+
+
+def test_a_killed_run_is_interrupted_and_says_how_it_goes_on(client: Client, runs: Path) -> None:
+    found = _get(client, "state")
+    assert found["status"] == "interrupted"
+    assert found["note"].endswith(f"finefit run {runs / 'orders-1'}")
+    assert found["training"]["answers"]["end"]["text"] == "It does not run"
+
+
+def test_a_validation_that_rises_is_a_warning(client: Client, watched: Watched) -> None:
+    watched.event("validated", step=45, validation_loss=9.0)
+    answer = _get(client, "state")["training"]["answers"]["learning"]
+    assert (answer["level"], answer["text"]) == ("warn", "Validation no longer falls")
+
+
+def test_curves_hold_every_step_with_validations_memory_and_marks(client: Client) -> None:
+    found = _get(client, "series")
+    assert found["steps"]["step"] == list(range(1, 46))
+    assert {"loss", "smoothed_loss", "learning_rate", "grad_norm", "waiting"} <= found["steps"]["columns"].keys()
+    assert found["validations"]["step"] == [20, 40]
+    assert found["memory"]["columns"]["reserved_bytes"][-1] == pytest.approx(20.18 * 2**30, rel=1e-4)
+    assert [mark for mark in found["marks"] if mark[1] == "saved"] == [[20, "saved"], [40, "saved"]]
+
+
+def test_steps_that_a_resumed_run_repeats_are_shown_once(client: Client, watched: Watched) -> None:
+    assert _get(client, "series")["steps"]["step"][-1] == 45
+    watched.event("resumed", step=40, checkpoint="checkpoint-40")
+    watched.step = 40
+    watched.steps(42, loss=7.0)
+    found = _get(client, "series")
+    assert found["steps"]["step"] == list(range(1, 43))
+    assert found["steps"]["columns"]["loss"][-3:] == [pytest.approx(found["steps"]["columns"]["loss"][39]), 7.0, 7.0]
+
+
+def test_a_window_is_thinned_to_its_least_and_greatest_values(runs: Path) -> None:
+    watched = make_watched(runs / "long-1", total_steps=3000)
+    watched.save_every = 10_000
+    watched.steps(999)
+    watched.steps(1000, loss=50.0)
+    watched.steps(3000)
+    with client_of(watch_app(Runs(runs))) as client:
+        _get(client, "state", "long-1")
+        found = _get(client, "series", "long-1", points=100)
+        losses = found["steps"]["columns"]["loss"]
+        assert len(losses) <= 102
+        assert max(losses) == 50.0
+        near = _get(client, "series", "long-1", first=995, last=1004, points=100)
+    assert near["steps"]["step"] == list(range(995, 1005))
+    assert near["steps"]["columns"]["loss"][5] == 50.0
+
+
+def test_a_line_that_is_damaged_or_has_no_end_hides_no_other(client: Client, watched: Watched) -> None:
+    metrics = watched.run.stages()[0].metrics
+    with metrics.open("ab") as file:
+        file.write(b'{"step": "x", "loss": 1}\n\xff\xfe\n[1]\n{"step": 1e99, "loss": NaN}\n{"step": 46, "loss"')
+    found = _get(client, "series")
+    assert found["steps"]["step"][-1] == 45
+    assert any(event["kind"] == "damaged" for event in _get(client, "state")["training"]["events"])
+    with metrics.open("ab") as file:
+        file.write(b': NaN, "seconds": 1, "tokens": 5}\n')
+    after = _get(client, "series")
+    assert (after["steps"]["step"][-1], after["steps"]["columns"]["loss"][-1]) == (46, None)
+
+
+def test_only_what_was_appended_is_read_again(watched: Watched) -> None:
+    where = watched.run.stages()[0]
+    series = TrainingSeries(where.metrics, where.memory)
+    series.read()
+    before = series.num_lines
+    watched.steps(47)
+    where.metrics.write_bytes(where.metrics.read_bytes().replace(b'"step": 1,', b'"step": 9,', 1))  # is not seen
+    series.read()
+    assert series.num_lines - before == 4
+    assert list(series.steps.steps) == list(range(1, 48))
+
+
+def test_items_come_with_prompt_answer_and_reference_and_can_be_only_the_wrong_ones(client: Client) -> None:
+    found = _get(client, "items", task="exact_match", checkpoint="checkpoint-20")
+    assert found["total"] == 3
+    assert {"prompt", "answer", "reference", "scores"} <= found["items"][0].keys()
+    wrong = _get(client, "items", task="exact_match", checkpoint="checkpoint-20", wrong=1)
+    assert [item["item"] for item in wrong["items"]] == [2]
+    assert _get(client, "items", task="../exact_match", checkpoint="checkpoint-20")["total"] == 0
+
+
+def test_settings_come_with_their_sources_and_the_differences_from_another_run(client: Client, runs: Path) -> None:
+    make_watched(runs / "orders-2")
+    spec = runs / "orders-2" / "spec.json"
+    spec.write_text(spec.read_text().replace('"rank": 4', '"rank": 8'))
+    found = _get(client, "plan", against="orders-2")
+    assert {"key": "device", "value": "cpu", "source": "auto"} in found["values"]
+    assert found["differences"] == [{"key": "tuning.rank", "here": 4, "there": 8}]
+
+
+def test_runs_are_listed_with_state_progress_and_best_score(client: Client, runs: Path) -> None:
+    other = make_watched(runs / "orders-2")
+    other.steps(120)
+    other.end()
+    (runs / "broken-1").mkdir()
+    (runs / "broken-1" / "run.json").write_text("{")
+    (runs / "not-a-run").mkdir()
+    listed = {run["name"]: run for run in client.get("/api/runs").json()["runs"]}
+    assert listed.keys() == {"orders-1", "orders-2", "broken-1"}
+    assert (listed["orders-2"]["status"], listed["orders-2"]["step"], listed["orders-2"]["best"]) == (
+        "finished",
+        120,
+        "checkpoint-120",
+    )
+    assert (listed["orders-1"]["status"], listed["broken-1"]["status"]) == ("interrupted", "damaged")
+
+
+def test_one_run_has_its_page_at_the_address_that_it_has_among_others(watched: Watched) -> None:
+    with client_of(watch_app(Runs(watched.run.path))) as client:
+        assert client.get("/").headers["location"] == "/run/orders-1"
+        assert _get(client, "state")["name"] == "orders-1"
+
+
+def test_a_folder_without_runs_is_an_error_of_the_user(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="holds no run directory"):
+        Runs(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["other", "..", "%2e%2e", "..%2f..%2fetc", ".", "orders-1%00", "%ff", "orders-1%2f.."])
+@pytest.mark.parametrize("what", APIS)
+def test_a_run_that_is_not_among_them_is_not_there(client: Client, name: str, what: str) -> None:
+    assert client.get(f"/api/run/{name}/{what}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/files/../server.py", "/files/%2e%2e/server.py", "/files/run.html", "/files/vendor/README.md", "/server.py"],
+)
+def test_no_other_file_is_served(client: Client, path: str) -> None:
+    assert client.get(path).status_code == 404
+
+
+@pytest.mark.parametrize("path", [*PAGES, "/api/runs", *(f"/api/run/orders-1/{what}" for what in (*APIS, "live"))])
+def test_a_foreign_host_or_site_is_refused_everywhere(client: Client, path: str) -> None:
+    assert client.get(path, headers={"Host": "evil.example:8000"}).status_code == 421
+    assert client.get(path, headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+    assert client.post(path, json={}, headers={"Origin": "http://evil.example"}).status_code == 403
+    assert client.post(path, json={}, headers=ORIGIN).status_code == 405
+
+
+def test_with_a_token_nothing_of_a_run_is_told_before_it_was_given(watched: Watched) -> None:
+    token = Token(secret="a-token-of-some-length", port=8000)
+    with client_of(watch_app(Runs(watched.run.path), token=token), token=token) as client:
+        for what in (*APIS, "live"):
+            assert client.get(f"/api/run/orders-1/{what}").status_code == 401
+        assert client.get("/api/runs").status_code == 401
+        assert client.post("/api/login", json={"token": token.secret}, headers=ORIGIN).status_code == 204
+        assert _get(client, "state")["name"] == "orders-1"
+
+
+def test_a_link_in_place_of_a_log_is_not_followed(client: Client, watched: Watched, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    watched.run.log.unlink()
+    watched.run.log.symlink_to(tmp_path / "secret")
+    response = client.get("/api/run/orders-1/log")
+    assert (response.status_code, "is a link" in response.text, response.text.count("secret")) == (422, True, 1)
+
+
+def _fuzzed(seed: int) -> tuple[str, str, dict[str, str]]:
+    """A method, an address and headers, most of them almost right."""
+    draw = random.Random(seed)
+    odd = ["..", "%2e%2e", "\x00", "%00", "é", "'", '"><script>', "-1", "1e9", "9" * 40, "٣", "", "a" * 300, "[", "{}"]
+    names = ["orders-1", "x", *odd]
+    path = draw.choice(
+        ["/", "/run/{n}", "/api/run/{n}/{w}", "/files/{n}", "/api/{n}", "/{n}/{n}", "/api/run/{n}/series"]
+    )
+    path = path.replace("{n}", draw.choice(names)).replace("{w}", draw.choice([*APIS, *odd]))
+    query = "&".join(
+        f"{draw.choice(['stage', 'first', 'last', 'points', 'from', 'task', 'checkpoint', 'against', 'wrong', 'x'])}"
+        f"={draw.choice([*odd, '5', 'orders-1'])}"
+        for _ in range(draw.randrange(4))
+    )
+    headers = {"Host": draw.choice(["127.0.0.1:8000"] * 9 + ["evil.example"])}
+    if draw.random() < 0.2:
+        headers[draw.choice(["Origin", "Cookie", "Accept", "Sec-Fetch-Site"])] = draw.choice(
+            ["http://x", "a=b", "é=", "*"]
+        )
+    return (
+        draw.choice(["GET"] * 8 + ["POST", "HEAD"]),
+        f"{path}?{query}",
+        {k: v.encode().decode("latin-1") for k, v in headers.items()},
+    )
+
+
+def _fuzz(client: Client, seeds: range) -> None:
+    for seed in seeds:
+        method, path, headers = _fuzzed(seed)
+        try:
+            response = client.request(method, path, headers={k: v.encode("latin-1") for k, v in headers.items()})
+        except httpx.InvalidURL:
+            continue
+        assert response.status_code < 500, (method, path, headers, response.text)
+        assert "Traceback" not in response.text
+        assert "/etc/" not in response.text
+
+
+def test_no_request_makes_the_server_fail(client: Client) -> None:
+    _fuzz(client, range(400))
+
+
+@pytest.mark.slow
+def test_no_request_of_ten_thousand_makes_the_server_fail(client: Client) -> None:
+    _fuzz(client, range(10_000))
+
+
+def test_the_front_end_is_small_asks_for_nothing_elsewhere_and_builds_no_markup_from_text() -> None:
+    pages = files("finefit.web").joinpath("pages")
+    own = ["run.html", "runs.html", "run.js", "runs.js", "charts.js", "page.js", "panels.js", "watch.css"]
+    vendored = ["vendor/uplot.min.js", "vendor/uplot.min.css"]
+    texts = {name: pages.joinpath(name).read_bytes() for name in (*own, *vendored)}
+    assert sum(len(gzip.compress(text)) for text in texts.values()) < 60_000
+    for name in own:
+        assert not re.search(rb"https?://|innerHTML|outerHTML|insertAdjacent|style=|eval\(", texts[name]), name
+    for name in vendored:
+        assert not re.search(rb"innerHTML|outerHTML|insertAdjacent|eval\(|new Function", texts[name]), name
+
+
+def test_vendored_files_are_those_that_were_recorded() -> None:
+    vendor = files("finefit.web").joinpath("pages", "vendor")
+    recorded = dict(re.findall(r"\| (uplot\S+) \|.*\| ([0-9a-f]{64}) \|", vendor.joinpath("README.md").read_text()))
+    assert recorded.keys() == {"uplot.min.js", "uplot.min.css"}
+    for name, sha256 in recorded.items():
+        assert hashlib.sha256(vendor.joinpath(name).read_bytes()).hexdigest() == sha256
+    assert "MIT" in vendor.joinpath("uplot.LICENSE").read_text()
