@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from finefit.rehearse.host_speed import measure_host
+
 BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 
 
@@ -247,6 +249,7 @@ def main() -> None:
     ]
     result["rates"] = [product(*size, bf16) for size in sizes] + [product(4096, 4096, 4096, fp32)]
     result["rates"] += [elementwise(size << 20) for size in (1, 8, 64, 512)]
+    result["host_operation_seconds"] = measure_host().operation_seconds
     result["rates"] += [attention_time(2048, 4), attention_time(8192, 1), attention_time(65536, 1), launches()]
     held = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")

@@ -6,11 +6,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.speed_table import GOALS, misses, rendered
 from bench.stages import STAGES
+from bench.time_model import HELD_OUT
 from finefit.plan.target import MARGIN, MARGIN_BYTES
 from finefit.spec.load import load_any
 from finefit.spec.pipeline import Pipeline
@@ -97,6 +99,26 @@ def test_the_document_says_how_many_steps_took_the_predicted_time() -> None:
     slow = [row["measured"]["step_seconds"] / row["predicted"]["step_seconds"] for row in rows]
     assert f"within 10 % ({sum(abs(1 / share - 1) <= 0.1 for share in slow)} of {len(rows)} rows)" in text
     assert f"such steps take up to {max(slow):.1f} times the predicted time" in text
+
+
+def test_the_error_of_predicted_times_stands_in_the_document_with_that_of_shapes_never_seen() -> None:
+    """And what the cost model predicts is what the results of memory, mixtures and speed say."""
+    found = json.loads((ROOT / "bench/results/time_model.json").read_text())
+    text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    for words, part in found["summary"].items():
+        before, now = part["earlier_error"], part["error"]
+        shares = " | ".join(f"{100 * share:.1f} %" for one in (before, now) for share in (one["mean"], one["worst"]))
+        assert f"| {words} | {now['num']} | {shares} | {now['within_15']} |" in text
+        errors = [abs(row["error"]) for row in found["cases"] if words in ("all", _part(row))]
+        assert now["mean"] == pytest.approx(sum(errors) / len(errors), abs=1e-4)
+    told = {row["config"]: row["predicted_seconds"] for row in found["cases"] if row["file"] == "memory.json"}
+    rows = json.loads((ROOT / "bench/results/memory.json").read_text())
+    assert {row["config"]: row["predicted"]["step_seconds"] for row in rows} == told
+    assert {row["shape"] for row in found["cases"] if row["is_held_out"]} == HELD_OUT
+
+
+def _part(row: dict[str, Any]) -> str:
+    return "held out" if row["is_held_out"] else "calibration"
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "bench/systems").glob("*.yaml")))

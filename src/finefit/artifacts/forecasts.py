@@ -108,6 +108,16 @@ class EvalBatchLimit(Record):
         return self.held_bytes is None or self.budget_bytes is None or self.held_bytes <= self.budget_bytes
 
 
+class LeverCandidate(Record):
+    """Levers that fit, and their predicted cost. The start of a run on a card times the candidates."""
+
+    levers: Levers
+    predicted_bytes: int
+    """Reserved memory of the card."""
+    step_seconds: float
+    """Predicted without what earlier runs on this card and host measured."""
+
+
 class Forecast(Record):
     """The resources that one stage needs on one kind of card, from a rehearsal."""
 
@@ -167,6 +177,8 @@ class Forecast(Record):
     """`peak_bytes` without evaluations; None in plans of earlier versions."""
     towers: dict[str, TowerSize] = field(default_factory=dict)
     """The towers of a vision-language model: language, vision, projector."""
+    candidates: tuple[LeverCandidate, ...] = ()
+    """The chosen levers, and those that come next by predicted time; empty if the run would not time them."""
 
     def predicted_bytes(self, device: str) -> int:
         """The value that a training's measured peak is compared with: reserved memory on a card, all memory of the

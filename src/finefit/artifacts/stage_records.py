@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
-from finefit.artifacts.forecasts import EvalBatchLimit, Lengths
+from finefit.artifacts.forecasts import EvalBatchLimit, Lengths, LeverCandidate
 from finefit.artifacts.records import Failure, Levers, Record
 from finefit.spec import Every
 from finefit.spec.data import ImageLimits
@@ -60,12 +60,18 @@ class Stage(ModelSetup):
     levers: Levers
     predicted_bytes: int
     """Predicted reserved memory of the card; on a CPU, of the process."""
+    candidates: tuple[LeverCandidate, ...] = ()
+    """Levers among which the start of the run takes the fastest, `levers` first; empty where nothing is timed."""
     save: Save
     validate_every: Every | None
     on_nan: OnNan
     evaluate: tuple[Evaluation, ...]
     prepared: dict[str, str]
     """sha256 of every prepared file under data/."""
+
+    def predicted_bytes_with(self, levers: Levers) -> int:
+        """`predicted_bytes` of the candidate with these levers, if the run has taken another than the first."""
+        return next((one.predicted_bytes for one in self.candidates if one.levers == levers), self.predicted_bytes)
 
 
 class SourceLedger(Record):

@@ -24,13 +24,15 @@ def doctor(as_json: AsJson = False) -> None:
     from finefit.report.check import machine_document, show_machine
 
     machine = read_machine()
+    torch = _read_torch(machine)
     places = {"current folder": Path.cwd(), "finefit cache": finefit_cache(), "hub cache": hub_cache()}
     found = MachineFacts(
         machine=machine,
-        torch=_read_torch(machine),
+        torch=torch,
         disks=tuple(Disk(use=use, path=str(path), free_bytes=free_bytes(path)) for use, path in places.items()),
         power=read_power(),
         requirements=read_requirements(),
+        host_factor=_measure_host() if torch.problem is None else None,
     )
     findings = check_machine(found)
     if as_json:
@@ -39,6 +41,13 @@ def doctor(as_json: AsJson = False) -> None:
         show_machine(found, findings, open_console())
     if not is_ready(findings):
         raise typer.Exit(1)
+
+
+def _measure_host() -> float:
+    """Afresh, because plans keep what they measured once."""
+    from finefit.rehearse.host_speed import measure_host
+
+    return round(measure_host().factor, 3)
 
 
 def _read_torch(machine: "Machine") -> "TorchView":

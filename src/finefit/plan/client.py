@@ -220,6 +220,8 @@ def _answer(request: RehearsalRequest) -> RehearsalResult:
     if any(card.is_auto or card.is_cpu for card in map(parse_card, request.cards)):
         free = [(card.name, (card.free_bytes or 0) // _FREE_STEP_BYTES) for card in read_cards()[0]]
         here = [[free, count_cores(), read_memory_bytes(MEMORY_LIMITS)], request.visible, request.allocator]
+    elif any(parse_card(card).kind is None for card in request.cards):
+        here = [[(card.name, card.memory_bytes) for card in read_cards()[0]]]  # whose rates compare candidates
     libraries = [(name, read_version(name)) for name in _LIBRARIES]
     key = [*asked, request.budget_bytes, *here, libraries, source_digest(*_PACKAGES)]
     return cached_record("forecasts", key, RehearsalResult, lambda: ask("rehearse", request), max_entries=_MAX_CACHED)

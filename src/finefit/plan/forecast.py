@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from finefit.artifacts.forecasts import EvalBatchLimit, Forecast, GradientMap, Lengths, Suggestion
+from finefit.artifacts.forecasts import EvalBatchLimit, Forecast, GradientMap, Lengths, LeverCandidate, Suggestion
 from finefit.custom.inputs import meta_twin
 from finefit.errors import ModelError, SpecError
 from finefit.model.attention import can_pack
@@ -279,6 +279,7 @@ class _Verdict:
             trainable_parameters=size.trainable,
             active_parameters=size.active,
             towers={name: replace(tower, unreached=missed[name]) for name, tower in size.towers.items()},
+            candidates=self._candidates(),
             lengths=lengths,
             gradients=GradientMap(
                 trainable=size.trainable_tensors,
@@ -324,6 +325,20 @@ class _Verdict:
             share = lengths.mean / lengths.longest
             total += once * share * lengths.num_rows / (candidate.levers.micro_batch * target.count)
         return step, total
+
+    def _candidates(self) -> tuple[LeverCandidate, ...]:
+        """The chosen levers and the others that a run can time; none if there are no others."""
+        chosen = self.choice.candidate
+        found = (chosen, *self.choice.others) if self.choice.others else ()
+        if not found:
+            return ()
+        share = self._mean_step_seconds() / chosen.step_seconds  # the others take as much less for rows of mean length
+        return tuple(
+            LeverCandidate(
+                levers=one.levers, predicted_bytes=one.replay.reserved_bytes, step_seconds=share * one.step_seconds
+            )
+            for one in found
+        )
 
     def _mean_step_seconds(self) -> float:
         """Returns the seconds of a step with rows of mean length; memory is planned for the longest rows."""

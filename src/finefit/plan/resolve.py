@@ -111,6 +111,7 @@ def make_stage(
         global_batch=spec.global_batch,
         levers=forecast.levers,
         predicted_bytes=forecast.predicted_bytes(of("device")),
+        candidates=forecast.candidates if of("device") == "cuda" else (),
         save=spec.save,
         validate_every=spec.validation.every,
         on_nan=spec.on_nan,

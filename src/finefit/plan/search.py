@@ -29,7 +29,7 @@ from finefit.rehearse.trace import Sharding, sharded
 from finefit.spec.models import Full, Lora
 from finefit.spec.schema import LeverSettings
 
-TYPICAL_RATES = Rates(half_flops=130e12, full_flops=15e12, bytes_per_second=1e12, launch_seconds=15e-6)
+TYPICAL_RATES = Rates(half_flops=130e12, full_flops=15e12, bytes_per_second=1e12)
 FUSED_RECOMPUTE_MARGIN = 0.025
 """Share of the reserved memory that is added if full weights are trained in recomputed layers with fused kernels."""
 ASKED = "requested"
@@ -38,6 +38,8 @@ _CHUNK, _SMALL_CHUNK, _MOST_CHUNKS = 1024, 256, 256
 _TILES = 8
 _GUESSES = 3
 """Guesses of the smallest depth that fits, before bisection takes over."""
+NUM_TIMED_BESIDE = 2
+"""Candidates that the start of a run times beside the chosen one."""
 _WORTH = 0.995
 """A candidate replaces a simpler one if it takes at most this share of its time."""
 
@@ -263,24 +265,34 @@ class SearchResult:
     candidate: Candidate
     fits: bool
     reasons: dict[str, str]
+    others: tuple[Candidate, ...] = ()
+    """Those of other micro-batches that fit and come next by predicted time; only rehearsed quickly."""
 
 
 def choose(evaluator: CandidateEvaluator, space: SearchSpace) -> SearchResult:
     """Returns the first candidate, in order of speed, whose full rehearsal fits; otherwise the one that needs the least
-    memory."""
+    memory. Others are named only for one card, on which a run can time them."""
     search = _LeverSearch(evaluator, space)
     for levers in chain(search.candidates(), (space.most_frugal(),)):
         candidate = evaluator.evaluate(levers, is_quick=False)
         if evaluator.fits(candidate):
             break
     fits, reasons = evaluator.fits(candidate), search.reasons(candidate)
-    return SearchResult(evaluator=evaluator, candidate=candidate, fits=fits, reasons=reasons)
+    can_be_timed = fits and evaluator.target.device == "cuda" and evaluator.target.count == 1
+    others = search.others(candidate) if can_be_timed else ()
+    return SearchResult(evaluator=evaluator, candidate=candidate, fits=fits, reasons=reasons, others=others)
 
 
 @dataclass(frozen=True, slots=True)
 class _LeverSearch:
     evaluator: CandidateEvaluator
     space: SearchSpace
+    fitting: list[Candidate] = field(default_factory=list)
+    """The first candidate of each micro-batch that fits."""
+
+    def others(self, chosen: Candidate) -> tuple[Candidate, ...]:
+        beside = (one for one in self.fitting if one.levers.micro_batch != chosen.levers.micro_batch)
+        return tuple(sorted(beside, key=attrgetter("step_seconds"))[:NUM_TIMED_BESIDE])
 
     def candidates(self) -> Iterator[Levers]:
         """Yields the fastest candidate first, refined; then some that need a little less memory, by speed; the costlier
@@ -291,6 +303,7 @@ class _LeverSearch:
             found = self._fewest_recomputed(micro_batch)
             if found is None:
                 break
+            self.fitting.append(found)
             if found.step_seconds < _WORTH * best_seconds:  # a larger micro-batch has to be worth its memory
                 plain.append(found)
             best_seconds = min(best_seconds, found.step_seconds)

@@ -34,9 +34,6 @@ CPU_EVAL_BYTES = 72 << 20
 """Memory of the packages that an evaluation imports in addition to those of training."""
 USABLE = 0.98
 """Share of the memory reported by a driver that CUDA programs can use: 98 to 99.5 % on the cards that publish both."""
-LAUNCH_SECONDS = 12.5e-6
-"""Host time per operation, if small batches leave the card waiting: 10 to 18 us were measured with two H200s, so the
-time of such steps is the least certain."""
 _PROBE = 1024
 _SAME_NUMBER = "give the same number in both, or only one of them"
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -81,13 +78,16 @@ def find_target(
     devices: int | None = None,
     nodes: int = 1,
     allocator: str | None = None,
+    host_factor: float = 1.0,
 ) -> Target:
     """`devices`: the number that the engine names for each of `nodes`; `allocator`: the user's own setting, for this
-    machine."""
+    machine; `host_factor`: this host's time as a multiple of the reference host's, for a card in it."""
     if request.is_auto and machine.cards:
-        found = _here(machine.cards[0], request, allocator)
+        found = _on_host(_here(machine.cards[0], request, allocator), host_factor)
     elif request.is_auto or request.is_cpu:
         found = _processor(request, machine)
+    elif request.kind is None and machine.cards:
+        found = _on_host(_part_of(machine.cards[0], request), host_factor)
     else:
         found = _named(request)
     found = for_devices(found, request, machine, devices)
@@ -140,6 +140,20 @@ def _named(request: CardRequest) -> Target:
     )
 
 
+def _part_of(card: Card, request: CardRequest) -> Target:
+    """A size alone, where a card is in this machine: a run trains on that one, so its rates tell which candidate is the
+    fastest."""
+    found, kind = _named(request), find_kind(card.name, card.memory_bytes)
+    if kind is None:
+        return found
+    note = f"times are those of a budget of {found.name} on the {kind.name} of this machine"
+    return replace(found, rates=rates_of(kind), notes=(*found.notes, note))
+
+
+def _on_host(target: Target, factor: float) -> Target:
+    return replace(target, rates=target.rates and replace(target.rates, host_factor=factor))
+
+
 def _here(card: Card, request: CardRequest, allocator: str | None) -> Target:
     """The memory that is free now is the budget; the processes that hold the rest are named. If segments do not grow,
     more memory is lost to fragments; no other allocator setting is rehearsed."""
@@ -178,7 +192,7 @@ def _processor(request: CardRequest, machine: Machine) -> Target:
         capability=(0, 0),
         precision="fp32",
         budget_bytes=machine.memory_bytes,
-        rates=Rates(half_flops=flops, full_flops=flops, bytes_per_second=copied, launch_seconds=0.0),
+        rates=Rates(half_flops=flops, full_flops=flops, bytes_per_second=copied, host_factor=0.0),
         host_bytes_per_second=1e12,
         price_per_hour=request.price_per_hour,
         context_bytes=resident,
@@ -194,7 +208,6 @@ def rates_of(kind: CardKind) -> Rates:
         half_flops=half * kind.matrix_efficiency,
         full_flops=kind.fp32_flops * kind.matrix_efficiency,
         bytes_per_second=kind.bandwidth_bytes_per_second,
-        launch_seconds=LAUNCH_SECONDS,
     )
 
 

@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from finefit.plan.forecast import make_forecast
 from finefit.plan.stage_forecasts import LongestPossibleImages, MixtureShape
 from finefit.plan.target import devices_of, find_target, nodes_of, require_same_count
 from finefit.rehearse.fake_model import read_config
+from finefit.rehearse.host_speed import host_speed
 from finefit.spec.data import ImageLimits
 from finefit.spec.load import spec_from_json
 from finefit.vision import auto_class, geometry_of, open_image_processor
@@ -81,9 +83,9 @@ def _forecasts(request: RehearsalRequest, machine: Machine, report: Report) -> l
     for card in cards:
         require_same_count(card, spec.engine)
     devices, nodes, allocator = devices_of(spec.engine), nodes_of(spec.launcher), request.allocator
-    targets = [
-        find_target(card, machine, spec.precision, devices=devices, nodes=nodes, allocator=allocator) for card in cards
-    ]
+    locate = partial(find_target, devices=devices, nodes=nodes, allocator=allocator)
+    host_factor = host_speed(machine).factor if machine.cards else 1.0
+    targets = [locate(card, machine, spec.precision, host_factor=host_factor) for card in cards]
     if request.budget_bytes is not None:
         targets = [replace(target, budget_bytes=min(target.budget_bytes, request.budget_bytes)) for target in targets]
     shared = SharedRehearsals()

@@ -25,6 +25,8 @@ class MachineFacts:
     power: Power
     requirements: tuple[str, ...] | None
     """finefit's declared requirements; None if it is not installed."""
+    host_factor: float | None = None
+    """Time of this host for small operations, as a multiple of the reference host's; None without torch."""
 
 
 OPTIONAL = {

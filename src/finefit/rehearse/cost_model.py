@@ -1,5 +1,8 @@
 """Predicts how long a rehearsed step takes on a card: a roofline for each kernel, and the host that launches them
-all."""
+all.
+
+The host's work is counted by kind of operation. `bench/time_model.py fit` calibrates the seconds of each kind, and the
+shares of the card's rates, on measured steps; `host_speed` measures how much slower or faster another host is."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +15,35 @@ from finefit.rehearse.fake_kernels import GROUPED_MM
 from finefit.rehearse.trace import Cost, Trace
 
 INT8_MM = torch.ops.aten._int_mm.default
-_MATRIX_SHARE = 0.88
+HOST_KINDS = {torch.ops.aten.zeros.default: "unpack", INT8_MM: "int8"}
+"""Operations that stand for what bitsandbytes does in Python."""
+MATRIX_SHARE = 0.87
 """Share of a card's best matrix rate that the products of a training step reach on average."""
-_BANDWIDTH_SHARE = 0.80
+BANDWIDTH_SHARE = 0.75
 """Share of the published bandwidth; bench/kernel_probe.py measured 0.81 at 64 MiB and 0.89 at 512 MiB, elementwise."""
-_ATTENTION_SHARE = 0.62
-_KERNEL_SECONDS = 2e-6
-"""Gap between two kernels."""
+ATTENTION_SHARE = 0.65
+KERNEL_SECONDS = 6.2e-6
+"""Gap between two kernels, and what the start and the end of a kernel leave idle."""
+HOST_SECONDS = {
+    "kernel": 29e-6,
+    "view": 3e-6,
+    "kernel back": 19e-6,
+    "view back": 4e-6,
+    "kernel again": 58e-6,
+    "view again": 4.3e-6,
+    "function": 29e-6,
+    "triton": 220e-6,
+    "unpack": 100e-6,
+    "int8": 580e-6,
+    "selective": 57e-6,
+    "listed": 1.5e-6,
+}
+"""Seconds of the reference host by kind of operation: one with a kernel, or a view; `back` in backward, `again` in a
+layer that is recomputed; the call of an autograd node in Python; a Triton launch; bitsandbytes' unpacking and 8-bit
+products; what selective checkpointing intercepts; and a tensor in a list that one operation takes."""
+STEP_SECONDS = 2.7e-3
+"""Seconds of the reference host in a step beside its operations."""
+_PHASES = ("reference", "forward", "loss", "backward", "update")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +52,22 @@ class Rates:
     """Rate of a large matrix product in 16 bits."""
     full_flops: float
     bytes_per_second: float
-    launch_seconds: float
-    """Host time of one operation."""
+    host_factor: float = 1.0
+    """Host time as a multiple of the reference host's; 0 on a CPU, whose rates include it."""
 
 
 def phase_seconds(trace: Trace, rates: Rates) -> dict[str, float]:
-    """Card and host work concurrently: the slower of the two determines the time of each phase."""
-    phases = ("reference", "forward", "loss", "backward", "update")
-    return {instant: instant_seconds(trace, instant, rates) for instant in phases}
+    """The host runs ahead of the card until it reads whether the gradient is finite, before the update. A phase ends
+    when both are done: the card starts a kernel after its launch and after the kernels before it."""
+    found, host, card = {}, 0.0, 0.0
+    for phase in _PHASES:
+        ended = max(host, card)
+        if phase == "update":
+            host = ended + STEP_SECONDS * rates.host_factor
+        host += _host_seconds(trace, phase, rates)
+        card = max(ended + _card_seconds(trace, phase, rates), host)
+        found[phase] = card - ended
+    return found
 
 
 def step_seconds(trace: Trace, rates: Rates) -> float:
@@ -42,21 +75,31 @@ def step_seconds(trace: Trace, rates: Rates) -> float:
 
 
 def instant_seconds(trace: Trace, instant: str, rates: Rates) -> float:
-    kernels = sum(
+    """Of a single instant: card and host work concurrently, and the slower determines the time."""
+    return max(_card_seconds(trace, instant, rates), _host_seconds(trace, instant, rates))
+
+
+def _card_seconds(trace: Trace, instant: str, rates: Rates) -> float:
+    return sum(
         count * _kernel_seconds(cost, rates)
         for (at, _), costs in trace.costs.items()
         if at == instant
         for cost, count in costs.items()
     )
-    launches = sum(count for (at, _), count in trace.operations.items() if at == instant)
-    return max(kernels, launches * rates.launch_seconds)
+
+
+def _host_seconds(trace: Trace, instant: str, rates: Rates) -> float:
+    counts = (
+        (kind, count) for (at, _), kinds in trace.operations.items() if at == instant for kind, count in kinds.items()
+    )
+    return rates.host_factor * sum(count * HOST_SECONDS[kind] for kind, count in counts)
 
 
 def _kernel_seconds(cost: Cost, rates: Rates) -> float:
-    share = _ATTENTION_SHARE if cost.is_attention else _MATRIX_SHARE
+    share = ATTENTION_SHARE if cost.is_attention else MATRIX_SHARE
     compute = cost.flops / ((rates.half_flops if cost.is_half else rates.full_flops) * share)
-    traffic = cost.num_bytes / (rates.bytes_per_second * _BANDWIDTH_SHARE)
-    return max(compute, traffic) + _KERNEL_SECONDS
+    traffic = cost.num_bytes / (rates.bytes_per_second * BANDWIDTH_SHARE)
+    return max(compute, traffic) + KERNEL_SECONDS
 
 
 def total_flops(trace: Trace) -> float:

@@ -116,7 +116,10 @@ def _repeat(trace: Trace, stack: range, start: int, run: LayerRun) -> Trace:
         key: Counter({cost: count * times.get(key[1], 1) for cost, count in found.items()})
         for key, found in trace.costs.items()
     }
-    out.operations = {key: count * times.get(key[1], 1) for key, count in trace.operations.items()}
+    out.operations = {
+        key: Counter({kind: count * times.get(key[1], 1) for kind, count in found.items()})
+        for key, found in trace.operations.items()
+    }
     return out
 
 

@@ -9,15 +9,17 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finefit.rehearse.cost_model import INT8_MM, grouped_bytes, is_attention, operation_flops
+from finefit.rehearse.cost_model import HOST_KINDS, INT8_MM, grouped_bytes, is_attention, operation_flops
 from finefit.rehearse.fake_kernels import GROUPED_MM, DeviceKernels, run_kernel
 from finefit.rehearse.trace import OUTSIDE, WORKSPACE, Block, Cost, Trace
+from finefit.step.fused import FusedKernels
 
 _ATEN = torch.ops.aten
 _PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default}
@@ -50,6 +52,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._with_workspace: set[str] = set()
         self._instant, self._unit = "load", OUTSIDE
         self._in_backward = self._in_backbone = False
+        self.is_selective = False
+        """Whether checkpointed layers keep some outputs, so that every operation in them passes through Python."""
+        self._next_kind: str | None = None
+        """The kind of the next operation, if it stands for something else."""
+        self._node: object = None
 
     def watch(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
         unit_of = {id(layer): at for at, layer in enumerate(layers)}
@@ -156,22 +163,51 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, leaves: list[Tensor], is_new: bool
     ) -> None:
-        key = (self._instant, self._unit)
-        self.trace.operations[key] = self.trace.operations.get(key, 0) + self._kernels.launches(func, args)
         flops = operation_flops(func, args, kwargs, out)
-        if not flops and not func._schema.is_mutable and (not is_new or func._overloadpacket in _WITHOUT_KERNEL):
-            return  # a view, or memory that nothing writes yet: no kernel
+        # a view, or memory that nothing writes yet
+        is_idle = not flops and not func._schema.is_mutable and (not is_new or func._overloadpacket in _WITHOUT_KERNEL)
+        self._dispatch(self._kind(func, is_idle=is_idle), self._unit, self._kernels.launches(func, args))
+        if is_idle:
+            return
         lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
         if self._instant == "update" and lists:
             for tensors in zip(*lists, strict=False):
-                cost = Cost(0, 2 * sum(t.nbytes for t in tensors), False)
-                self._add_cost(cost, self._unit_of.get(_first_storage(tensors), OUTSIDE))
+                unit = self._unit_of.get(_first_storage(tensors), OUTSIDE)
+                self._add_cost(Cost(0, 2 * sum(t.nbytes for t in tensors), False), unit)
+                self._dispatch("listed", unit)
             return
         given = list(_tensors(args))
         is_grouped = func is GROUPED_MM
         moved = grouped_bytes(args[0], args[1], leaves) if is_grouped else sum(t.nbytes for t in (*given, *leaves))
         is_half = func is INT8_MM or next((t.element_size() for t in given if t.is_floating_point()), 4) <= 2
         self._add_cost(Cost(flops, moved, is_half, is_attention(self.last[1])), self._unit)
+
+    def _dispatch(self, kind: str, unit: int, count: int = 1) -> None:
+        self.trace.operations.setdefault((self._instant, unit), Counter())[kind] += count
+
+    def _kind(self, func: Any, *, is_idle: bool) -> str:
+        """Returns the kind of an operation by what the host does for it; also counts autograd nodes in Python."""
+        kind, self._next_kind = self._next_kind or HOST_KINDS.get(func), None
+        node: object = torch._C._current_autograd_node()
+        if node is not None and node is not self._node and isinstance(node, BackwardCFunction):
+            self._dispatch("function", self._unit)
+        self._node = node
+        is_again = node is not None and len(self._stack) > 1
+        if is_again and self.is_selective:
+            self._dispatch("selective", self._unit)
+        plain = "view" if is_idle else "kernel"
+        return kind or (f"{plain} again" if is_again else f"{plain} back" if node is not None else plain)
+
+    def launching(self, kernels: FusedKernels) -> FusedKernels:
+        """Wraps fused kernels, so that the first operation that stands for one is counted as a Triton launch."""
+        recorder = self
+
+        class Launching:
+            def __getattr__(self, name: str) -> Any:
+                recorder._next_kind = "triton"
+                return getattr(kernels, name)
+
+        return cast("FusedKernels", Launching())
 
     def _add_cost(self, cost: Cost, unit: int) -> None:
         self.trace.costs.setdefault((self._instant, unit), Counter())[cost] += 1

@@ -79,7 +79,9 @@ def rehearse(
         loaded = weight_dtype(cfg.precision, cfg.tuning)
         materialise_fakes(model, recorder, is_loaded=cfg.device == "cuda", loaded=loaded, stored=stored_dtypes(cfg))
         recorder.watch(model, [*layers_of(model), *other_layers(model)])
-        fused = fake_kernels.FakeFusedKernels() if cfg.levers.kernels == "fused" and cfg.device == "cuda" else None
+        recorder.is_selective = cfg.levers.keep_attention
+        is_fused = cfg.levers.kernels == "fused" and cfg.device == "cuda"
+        fused = recorder.launching(fake_kernels.FakeFusedKernels()) if is_fused else None
         apply_levers(model, cfg.levers, _HostMemory(recorder.trace), fused, fake_kernels.fake_dense_weight)
         if cfg.device == "cuda" and cfg.precision != "fp32":
             fake_kernels.leave_uncast(model)

@@ -51,8 +51,8 @@ class Trace:
     """Categories of idents whose owner is known: gradients, optimizer state."""
     costs: dict[tuple[str, int], Counter[Cost]] = field(default_factory=dict)
     """Kernels by (instant, layer)."""
-    operations: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Operations that the host dispatches, views included, by (instant, layer)."""
+    operations: dict[tuple[str, int], Counter[str]] = field(default_factory=dict)
+    """Operations that the host dispatches, views included, by kind (`cost_model.HOST_SECONDS`) and (instant, layer)."""
     host_bytes: int = 0
     """Peak of pinned memory."""
 
@@ -72,23 +72,26 @@ class Trace:
     def beyond(self, num_layers: int) -> "Trace":
         """Returns the trace with layers numbered beyond these assigned to no layer."""
         costs: dict[tuple[str, int], Counter[Cost]] = {}
-        operations: Counter[tuple[str, int]] = Counter()
+        operations: dict[tuple[str, int], Counter[str]] = {}
         for (instant, unit), found in self.costs.items():
             costs.setdefault((instant, unit if unit < num_layers else OUTSIDE), Counter()).update(found)
-        for (instant, unit), count in self.operations.items():
-            operations[instant, unit if unit < num_layers else OUTSIDE] += count
+        for (instant, unit), kinds in self.operations.items():
+            operations.setdefault((instant, unit if unit < num_layers else OUTSIDE), Counter()).update(kinds)
         return replace(
             self,
             blocks=[block if block.unit < num_layers else replace(block, unit=OUTSIDE) for block in self.blocks],
             units=[unit if unit < num_layers else OUTSIDE for unit in self.units],
             costs=costs,
-            operations=dict(operations),
+            operations=operations,
         )
 
     def with_workspaces(self, num_bytes: int) -> "Trace":
         """Returns the trace for a card whose libraries use workspaces of another size."""
         resized = (replace(one, num_bytes=num_bytes) if one.instant == WORKSPACE else one for one in self.blocks)
         return replace(self, blocks=list(resized))
+
+    def num_operations(self) -> int:
+        return sum(kinds.total() for kinds in self.operations.values())
 
     def loaded(self, unit: int) -> int:
         """Returns the bytes of a layer's weights and adapters, rounded like the allocator."""

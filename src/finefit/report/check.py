@@ -170,6 +170,7 @@ def machine_document(found: MachineFacts, findings: tuple[Finding, ...]) -> dict
         "devices": [asdict(device) for device in found.torch.devices],
         "disks": [asdict(disk) for disk in found.disks],
         "power": asdict(found.power),
+        "host_factor": found.host_factor,
         "findings": [asdict(finding) for finding in findings],
         "ready": is_ready(findings),
     }
@@ -196,6 +197,8 @@ def _machine_rows(found: MachineFacts) -> Iterator[tuple[str, str]]:
     yield "platform", machine.platform
     yield "processor", f"{machine.cpu_model}, {machine.num_cores} cores"
     yield "memory", _gib(machine.memory_bytes)
+    if found.host_factor is not None:
+        yield "dispatch", f"{found.host_factor:.2f} x the time of the reference host for small operations"
     for disk in found.disks:
         yield disk.use, f"{_gib(disk.free_bytes)} free in {disk.path}"
     source = {True: "battery", False: "mains", None: "unknown"}[power.on_battery]

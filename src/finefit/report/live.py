@@ -42,6 +42,7 @@ _EVENTS = {
     "worst_does_not_fit": (
         "the longest rows with the most supervised tokens do not fit: a later step may run out of memory"
     ),
+    "levers_timed": "{rows} rows were timed with several sets of levers: {levers}",
     "oom_recovered": "step {step} ran out of memory; the same rows are repeated with {levers}",
     "validation_oom_recovered": (
         "step {step}: validation ran out of memory; it now runs with {levers}, and training is unchanged"

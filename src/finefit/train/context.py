@@ -140,8 +140,8 @@ class _LeverChange:
 
 
 class LeverChanges:
-    """The levers that OOM recovery has set, by step: a run that resumes from an earlier step changes them at the same
-    step."""
+    """The levers that the timing of candidates and OOM recovery have set, by step: a run that resumes from an earlier
+    step changes them at the same step."""
 
     validation: Levers | None = None
     """The levers of validations, if one did not fit; training keeps its own."""
@@ -149,6 +149,11 @@ class LeverChanges:
     def __init__(self, folder: Path) -> None:
         self._path = folder / "lever_changes.jsonl"
         self._known = [(line.step, line.levers) for line in read_lines(self._path, _LeverChange)]
+
+    @property
+    def at_start(self) -> bool:
+        """Whether the levers of the first step were settled before."""
+        return any(step == 0 for step, _ in self._known)
 
     def at(self, state: TrainState) -> Levers:
         """The levers of the step after `state`."""

@@ -19,6 +19,7 @@ from finefit.step.engine import Engine
 from finefit.step.optimize import StepOutcome, learning_rate, optimizer_step
 from finefit.step.state import random_state, restore_random
 from finefit.train.batches import BatchLoader, StepBatches, StepShare, batch_maker, on_device, share_step
+from finefit.train.candidates import take_fastest
 from finefit.train.context import TrainContext
 from finefit.train.oom_recovery import (
     OutOfMemory,
@@ -38,6 +39,7 @@ def train(ctx: TrainContext, state: TrainState) -> TrainState:
     stage = ctx.stage
     if state.step == 0:
         require_dpo_start(ctx)
+        take_fastest(ctx, state)
     with BatchLoader(batch_maker(ctx, state.levers), total_steps=stage.total_steps) as loader:
         saved = validated = time.monotonic()
         awaited: Levers | None = None
@@ -75,7 +77,7 @@ def _measured(ctx: TrainContext, state: TrainState, loader: BatchLoader, awaited
     elif state.levers == awaited:
         if not holds_worst_batch(ctx, awaited, loader.taken):
             return awaited
-        record_measurement(ctx, step=state.step)
+        record_measurement(ctx, awaited, step=state.step)
     return None
 
 

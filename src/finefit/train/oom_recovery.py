@@ -268,19 +268,19 @@ def measure_worst_batch(ctx: TrainContext, levers: Levers) -> None:
         if not is_out_of_memory(error):
             raise
         # real rows need not be both the longest and the most supervised, so training continues
-        ctx.metrics.write(event="worst_does_not_fit", step=1, predicted_bytes=ctx.stage.predicted_bytes)
+        ctx.metrics.write(event="worst_does_not_fit", step=1, predicted_bytes=ctx.stage.predicted_bytes_with(levers))
         ctx.optimizer.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
         return
     finally:
         restore_random(random_before)
-    record_measurement(ctx, step=1)
+    record_measurement(ctx, levers, step=1)
 
 
-def record_measurement(ctx: TrainContext, *, step: int) -> None:
+def record_measurement(ctx: TrainContext, levers: Levers, *, step: int) -> None:
     """Called after the worst batch, in whichever step it came."""
     assert ctx.measured_card is not None
-    memory = {"predicted_bytes": ctx.stage.predicted_bytes, "measured_bytes": peak_bytes(ctx.stage.device)}
+    memory = {"predicted_bytes": ctx.stage.predicted_bytes_with(levers), "measured_bytes": peak_bytes(ctx.stage.device)}
     found = Measurement(card=ctx.measured_card, **memory)
     keep_measurement(found)
     ctx.metrics.write(event="measured", step=step, **memory, error=round(found.error, 5))

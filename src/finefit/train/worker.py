@@ -101,7 +101,7 @@ def run_stage(
                 tokens=state.tokens,
                 seconds=time.perf_counter() - began,
                 peak_bytes=max(ranks.gather(peak_bytes(stage.device))),
-                predicted_bytes=stage.predicted_bytes,
+                predicted_bytes=stage.predicted_bytes_with(state.levers),
                 frozen_unchanged=unmoved,
             )
 

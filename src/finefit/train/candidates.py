@@ -1,0 +1,126 @@
+"""Before the first step, times the best candidates of the plan on real rows and takes the fastest.
+
+All of them are exact levers, so they give the same gradient. No update is applied, and the random numbers are restored,
+so the run that follows is the one that would have followed without timing. The choice is written as a change of levers
+before step 1: a run that resumes, or starts again after a kill, keeps it."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+
+from finefit.artifacts.records import Levers
+from finefit.artifacts.stage_records import TrainState
+from finefit.data.order import rows_of_step
+from finefit.objective.batch import Batch
+from finefit.step.engine import Engine
+from finefit.step.optimize import optimizer_step
+from finefit.step.state import random_state, restore_random
+from finefit.train.batches import capacity_under, cut_batches, on_device
+from finefit.train.context import TrainContext
+from finefit.train.oom_recovery import OutOfMemory, attempt
+
+MAX_SHARE, MAX_SECONDS = 0.01, 60.0
+"""Share of the planned run, and seconds, that timing may take."""
+_PASSES = 3
+"""Passes over the same rows: one warms up (kernels are compiled and tuned), the faster of the others counts."""
+
+
+def take_fastest(ctx: TrainContext, state: TrainState) -> None:
+    """Does nothing in a run that has begun or has settled its levers before, and where timing would take too long."""
+    if state.step or ctx.lever_changes.at_start or ctx.ranks.size > 1 or state.levers.update == "inside":
+        return
+    rows = _rows(ctx)
+    allowed = _allowed_seconds(ctx, len(rows))
+    if allowed is None:
+        return
+    began, random_before = time.perf_counter(), random_state()
+    seconds: dict[Levers, float] = {}
+    for one in ctx.stage.candidates:
+        spent = time.perf_counter() - began
+        if spent + spent / max(1, len(seconds)) <= allowed:
+            seconds[one.levers] = _seconds(ctx, one.levers, rows)
+    restore_random(random_before)
+    fastest = min(seconds, key=lambda levers: seconds[levers])
+    if not math.isfinite(seconds[fastest]):  # none fits now, and the first step recovers
+        fastest = state.levers
+    ctx.forward.change(state.levers)
+    if ctx.stage.device == "cuda":  # the peak of the run is that of its own levers
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    told = [
+        {
+            "levers": asdict(one.levers),
+            "predicted_seconds": round(one.step_seconds * _share(ctx, len(rows)), 5),
+            "seconds": _finite(seconds[one.levers]),
+        }
+        for one in ctx.stage.candidates
+        if one.levers in seconds
+    ]
+    ctx.metrics.write(
+        event="levers_timed",
+        step=0,
+        before=asdict(state.levers),
+        after=asdict(fastest),
+        rows=len(rows),
+        candidates=told,
+        seconds=round(time.perf_counter() - began, 3),
+    )
+    ctx.lever_changes.add(0, fastest)
+
+
+def _rows(ctx: TrainContext) -> list[int]:
+    """The first rows of the first step: as many as the largest micro-batch holds."""
+    stage, examples = ctx.stage, ctx.examples
+    order = rows_of_step(0, num_rows=len(examples), global_batch=stage.global_batch, seed=stage.seed)
+    most = max((one.levers.micro_batch for one in stage.candidates), default=0)
+    return order if stage.levers.packing else order[:most]
+
+
+def _share(ctx: TrainContext, num_rows: int) -> float:
+    return num_rows / min(ctx.stage.global_batch, len(ctx.examples))
+
+
+def _allowed_seconds(ctx: TrainContext, num_rows: int) -> float | None:
+    """The time that all passes together may take; None if two candidates are predicted to take longer."""
+    found = ctx.stage.candidates
+    if len(found) < 2 or any(one.levers.compile for one in found):  # compiling takes longer than it would save
+        return None
+    allowed = min(MAX_SECONDS, MAX_SHARE * found[0].step_seconds * ctx.stage.total_steps)
+    needed = _PASSES * _share(ctx, num_rows) * (found[0].step_seconds + found[1].step_seconds)
+    return allowed if needed <= allowed else None
+
+
+def _seconds(ctx: TrainContext, levers: Levers, rows: Sequence[int]) -> float:
+    """The time of forward and backward of these rows; infinite if they do not fit."""
+    capacity = capacity_under(ctx, levers)
+    batches = cut_batches(ctx, ctx.examples, rows, "candidates", micro_batch=levers.micro_batch, capacity=capacity)
+    ctx.forward.change(levers)
+    taken = [_pass_seconds(ctx, levers, batches) for _ in range(_PASSES)]
+    return min(taken[1:]) if all(map(math.isfinite, taken)) else math.inf
+
+
+def _pass_seconds(ctx: TrainContext, levers: Levers, batches: Sequence[Batch]) -> float:
+    def run(engine: Engine) -> None:
+        optimizer_step(
+            [on_device(batch, ctx.stage.device) for batch in batches],
+            forward=ctx.forward,
+            objective=ctx.objective,
+            optimizer=ctx.optimizer,
+            clip=None,
+            decide=lambda _: False,
+            engine=engine,
+        )
+        if ctx.stage.device == "cuda":
+            torch.cuda.synchronize()
+
+    began = time.perf_counter()
+    found = attempt(run, ctx, levers)
+    return math.inf if isinstance(found, OutOfMemory) else time.perf_counter() - began
+
+
+def _finite(seconds: float) -> float | None:
+    """None if the candidate did not fit."""
+    return round(seconds, 5) if math.isfinite(seconds) else None

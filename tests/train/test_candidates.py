@@ -1,0 +1,111 @@
+"""Candidates are timed before the first step, on a CPU as on a card; the training that follows is as if they had not
+been."""
+
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from finefit.artifacts.forecasts import LeverCandidate
+from finefit.artifacts.records import Levers, read_record, write_record
+from finefit.artifacts.rundir import StageDir
+from finefit.artifacts.stage_records import Stage, StageResult, TrainState
+from finefit.train import candidates
+from tests.faults import TRAINING, Job, Outcome, at_step, events, finish, make_job, outcome, send_self, start, words
+from tests.train.test_oom_recovery import in_training, run_out
+
+SHORT = re.sub(r"epochs: \d+", "epochs: 2", TRAINING)
+PLANNED, OTHER = Levers(micro_batch=1, recompute=2), Levers(micro_batch=4)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return make_job(tmp_path_factory.mktemp("candidates"), spec=SHORT)
+
+
+def planned(job: Job, *levers: Levers, step_seconds: float = 1.0) -> StageDir:
+    """A fresh run whose plan names these candidates, the chosen one first."""
+    where = job.fresh()
+    named = tuple(
+        LeverCandidate(levers=one, predicted_bytes=at, step_seconds=step_seconds) for at, one in enumerate(levers)
+    )
+    stage = read_record(where.stage, Stage)
+    write_record(where.stage, replace(stage, levers=levers[0], candidates=named if len(named) > 1 else ()))
+    return where
+
+
+def allow(slow: Levers | None = None) -> None:
+    """From now on timing may take as long as the run, and levers may be made slow."""
+    setattr(candidates, "MAX_SHARE", 100.0)  # noqa: B010
+    really: Callable[..., float] = getattr(candidates, "_seconds")  # noqa: B009
+
+    def seconds(ctx: Any, levers: Levers, rows: Any) -> float:
+        found = really(ctx, levers, rows)
+        return found + 100 if levers == slow else found
+
+    setattr(candidates, "_seconds", seconds)  # noqa: B010
+
+
+def run(where: StageDir, prepare: Callable[[], None] = allow) -> StageDir:
+    assert finish(start(where, prepare)) == 0, words(where)
+    return where
+
+
+@pytest.fixture(scope="module")
+def untimed(job: Job) -> dict[Levers, Outcome]:
+    """How the run ends with each candidate if nothing is timed; dropout is on, so random numbers count."""
+    return {levers: outcome(run(planned(job, levers))) for levers in (PLANNED, OTHER)}
+
+
+@pytest.mark.parametrize(("slow", "taken"), [(PLANNED, OTHER), (OTHER, PLANNED)])
+def test_the_fastest_is_taken_and_timing_leaves_no_trace(
+    job: Job, untimed: dict[Levers, Outcome], slow: Levers, taken: Levers
+) -> None:
+    """Weights, losses and row order are those of a run that was given these levers, bit for bit."""
+    where = run(planned(job, PLANNED, OTHER), partial(allow, slow))
+    (told,) = events(where, "levers_timed")
+    assert (told["before"], told["after"]) == (asdict(PLANNED), asdict(taken))
+    assert [one["levers"] for one in told["candidates"]] == [asdict(PLANNED), asdict(OTHER)]
+    assert all(0 < one["seconds"] <= told["seconds"] + 100 for one in told["candidates"])
+    assert outcome(where) == untimed[taken]
+    final = read_record(where.checkpoints / "final" / "finefit_state.json", TrainState)
+    assert final.levers == taken
+    assert read_record(where.result, StageResult).predicted_bytes == (0 if taken == PLANNED else 1)
+
+
+@pytest.mark.parametrize("killed_at", [2, 5], ids=["before a checkpoint", "after a checkpoint"])
+def test_a_run_that_goes_on_keeps_its_levers_and_is_not_timed_again(
+    job: Job, untimed: dict[Levers, Outcome], killed_at: int
+) -> None:
+    """The other candidate would be the fastest the second time."""
+    where = planned(job, PLANNED, OTHER)
+
+    def prepare() -> None:
+        allow(slow=PLANNED)
+        at_step(killed_at, lambda: send_self(signal.SIGKILL))
+
+    assert finish(start(where, prepare)) == -signal.SIGKILL
+    run(where, partial(allow, OTHER))
+    assert len(events(where, "levers_timed")) == 1
+    assert outcome(where) == untimed[OTHER]
+
+
+def test_what_would_take_more_than_its_share_of_the_run_is_not_timed(job: Job, untimed: dict[Levers, Outcome]) -> None:
+    where = run(planned(job, PLANNED, OTHER), lambda: None)
+    assert events(where, "levers_timed") == []
+    assert outcome(where) == untimed[PLANNED]
+
+
+def test_a_candidate_that_does_not_fit_is_not_taken(job: Job, untimed: dict[Levers, Outcome]) -> None:
+    def prepare() -> None:
+        setattr(candidates, "MAX_SHARE", 100.0)  # noqa: B010
+        run_out(in_training(rows=2))
+
+    where = run(planned(job, PLANNED, OTHER), prepare)
+    (told,) = events(where, "levers_timed")
+    assert [one["seconds"] is None for one in told["candidates"]] == [False, True]
+    assert outcome(where) == untimed[PLANNED]
