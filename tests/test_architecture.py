@@ -98,7 +98,7 @@ ALLOWED = {
     ("finefit.negatives.pairs", "tools_record"): _MEMORY,
     ("finefit.recipes", "all_recipes"): _OURS,
     ("finefit.rehearse.fake_model", "layer_shapes"): "a config that finefit wrote as text to hand it on",
-    ("finefit.report.compare_page", "_page"): _OURS,
+    ("finefit.report.page", "html_page"): _OURS,
     ("finefit.review.export", "preference_pairs"): _MEMORY,
     ("finefit.run.external_launch", "await_run"): "a message of another rank of the same run",
     ("finefit.run.resume", "follow"): "a spec that finefit wrote as text a line before",

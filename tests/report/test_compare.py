@@ -178,7 +178,7 @@ def test_the_page_asks_for_nothing_from_elsewhere(compared: Comparison) -> None:
 def test_a_page_without_matplotlib_names_the_extra_and_a_stage_still_gets_one(
     compared: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("finefit.report.compare_page.find_spec", lambda _: None)
+    monkeypatch.setattr("finefit.report.plots.find_spec", lambda _: None)
     with pytest.raises(UserError, match=re.escape("pip install 'finefit[plots]'")):
         page(compared)
     write_record(tmp_path / "comparison.json", compared)

@@ -17,7 +17,7 @@ from finefit.artifacts.stage_records import EvalRequest, EvalResult, EvalStage
 from finefit.compare.comparison import compare
 from finefit.errors import DataError, SpecError
 from finefit.facts.files import sha256_of
-from finefit.report.run import summary_lines
+from finefit.report.stage_summary import summary_lines
 from finefit.run import evaluate_stage, evaluation
 from finefit.run.evaluate_stage import composed
 from finefit.run.launch import launch

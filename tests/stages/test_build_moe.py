@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from finefit.artifacts.records import FinishedStage, Routing, StageJob, WiredModel, read_record, write_record
 from finefit.errors import DataError, ModelError, SpecError
 from finefit.facts.files import read_model_folder
-from finefit.report.run import summary_lines
+from finefit.report.stage_summary import summary_lines
 from finefit.spec.models import FolderModel
 from finefit.spec.pipeline import Pipeline
 from finefit.spec.stages import BuildMoe

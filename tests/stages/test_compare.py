@@ -12,7 +12,7 @@ from finefit.compare.comparison import compare as compared
 from finefit.compare.records import Comparison
 from finefit.compare.sides import stored_comparisons
 from finefit.errors import RunError, SpecError
-from finefit.report.run import summary_lines
+from finefit.report.stage_summary import summary_lines
 from finefit.spec.stages import CompareStage
 from finefit.stages import compare
 from finefit.stats.metrics import Metric

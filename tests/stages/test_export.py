@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from finefit.artifacts.export_records import EXPORT, ExportReport
 from finefit.artifacts.records import StageJob, WiredModel, read_record
 from finefit.errors import SpecError
-from finefit.report.run import summary_lines
+from finefit.report.stage_summary import summary_lines
 from finefit.spec.load import parse_any
 from finefit.spec.models import FolderModel
 from finefit.spec.pipeline import Pipeline

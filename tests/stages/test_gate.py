@@ -20,7 +20,7 @@ from finefit.data.render import open_renderer
 from finefit.data.rows import Message
 from finefit.errors import DataError, ModelError, RunError
 from finefit.moe.gate import GATE_RECORD, GATE_TABLE, choose_experts, fit_gate, mean_embeddings, token_scores
-from finefit.report.run import summary_lines
+from finefit.report.stage_summary import summary_lines
 from finefit.run.cache_inputs import outside_inputs
 from finefit.spec.models import FolderModel
 from finefit.spec.pipeline import Pipeline

@@ -11,7 +11,7 @@ from PIL import Image
 
 from finefit.artifacts.rundir import RunDir
 from finefit.errors import DataError, RunError, SpecError
-from finefit.report.run import summary_lines
+from finefit.report.stage_summary import summary_lines
 from finefit.review.items import RunTarget, review_set_of_runs
 from finefit.review.session import journal_of, open_session
 from finefit.run.cache_inputs import tree_digest

@@ -16,7 +16,7 @@ from finefit.artifacts.records import StageJob, WiredModel
 from finefit.errors import FinefitError, ModelError
 from finefit.model import merge, merged_weights, saved_weights
 from finefit.model.saved_weights import FileSpan, InMemory
-from finefit.report.run import summary_lines
+from finefit.report.stage_summary import summary_lines
 from finefit.spec.models import FolderModel
 from finefit.spec.stages import MergeAdapter
 from finefit.stages.merge_adapter import make

@@ -45,7 +45,10 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 def on_stop_signals(handler: Handler) -> dict[signal.Signals, Any]:
-    """Returns the previous handlers. A signal that is ignored, as under nohup, stays ignored."""
+    """Returns the previous handlers. A signal that is ignored, as under nohup, stays ignored. Outside the main thread,
+    where the Python API may be called, Python sets no handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
     heeded = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heeded}
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from finefit import __version__
-from finefit.cli import chat, check, compare, doctor, evaluate, export, plan, recipes, review, run, watch
+from finefit.cli import chat, check, compare, doctor, evaluate, export, plan, recipes, report, review, run, watch
 from finefit.errors import FinefitError
 
 USAGE = 2
@@ -51,6 +51,7 @@ app.command()(run.run)
 app.command(name="eval")(evaluate.evaluate)
 app.command()(export.export)
 app.command()(compare.compare)
+app.command()(report.report)
 app.command()(review.review)
 app.command()(watch.watch)
 app.command()(chat.chat)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from finefit import api
 from finefit.cli.console import AsJson, Runs, Set, announce_code, open_console, planning, print_json
 
 if TYPE_CHECKING:
@@ -34,22 +35,18 @@ def check(
     package that is not there.
     """
     from finefit.report.check import check_document, show_findings, show_stage
-    from finefit.spec.load import load_pipeline
 
-    console, base = open_console(as_json=as_json), target.resolve().parent
-    pipeline = load_pipeline(target, tuple(overrides or ()))
-    announce_code(pipeline, base, console)
+    console, spec = open_console(as_json=as_json), api.load_spec(target, tuple(overrides or ()))
+    announce_code(spec.pipeline, spec.base, console)
     with planning("preparing rows and rehearsing", console):
-        from finefit.run.check_stages import check_pipeline
-
-        found = check_pipeline(pipeline, base, runs)
+        found = api.check(spec, runs=runs).found
     if as_json:
         print_json(check_document(found))
     else:
         for name, stage in found.stages.items():
             show_stage(name, stage, console, is_flat=found.is_flat)
             if show and stage.spec is not None and stage.prepared is not None:
-                _show_examples(stage.spec, base, stage.prepared, show, console)
+                _show_examples(stage.spec, spec.base, stage.prepared, show, console)
         show_findings(found, console)
     if found.has_errors:
         raise typer.Exit(found.refusal.exit_code)

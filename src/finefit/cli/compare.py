@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from finefit import api
 from finefit.cli.console import AsJson, open_console
 from finefit.errors import UserError
 
@@ -44,8 +45,6 @@ def compare(
       finefit compare runs/medical-1/scores
     """
     from finefit.artifacts.atomic import write_text
-    from finefit.compare.comparison import compare as compare_runs
-    from finefit.compare.sides import expand_targets, stored_comparisons
     from finefit.report.compare import document, terminal_view
     from finefit.report.compare import markdown as markdown_of
 
@@ -54,13 +53,9 @@ def compare(
         if path is not None and not path.resolve().parent.is_dir():
             problem = f"{path} cannot be written: there is no folder {path.resolve().parent}"
             raise UserError(problem, "create it first, or give another path")
-    comparisons = () if checkpoint or task or varies else stored_comparisons(targets)
-    if not comparisons:  # stored comparisons of a pipeline are shown unchanged; anything else is compared now
-        models, declared = expand_targets(targets), tuple(varies or ())
-        comparisons = (compare_runs(models, checkpoint=checkpoint, task=task, declared=declared, show=show),)
-    if len(comparisons) > 1 and (as_json or html is not None or markdown is not None):
-        problem = f"{targets[0]} has {len(comparisons)} comparisons, but only one can be written"
-        raise UserError(problem, f"name one of its compare stages: {targets[0]}/STAGE")
+    comparisons = api.comparisons(targets, checkpoint=checkpoint, task=task, varies=varies or (), show=show)
+    if as_json or html is not None or markdown is not None:
+        api.only_comparison(targets, comparisons)
     for found in comparisons:
         if html is not None:
             from finefit.report.compare_page import page

@@ -62,15 +62,12 @@ def planning(what: str, console: "Console") -> "Iterator[None]":
 def announce_code(spec: "Spec | Pipeline", base: Path, console: "Console") -> None:
     """Announces the code of custom models, whose paths are relative to `base`."""
     from finefit.spec.pipeline import Pipeline
-    from finefit.spec.stages import models_of
 
-    stages = Pipeline.of(spec).stages.values()
-    announce_models([model for stage in stages for _, model in models_of(stage)], base, console)
+    announce_models(Pipeline.of(spec).models(), base, console)
 
 
 def announce_models(models: Iterable[object], base: Path, console: "Console") -> None:
-    from finefit.model.resolve_model import custom_source
-    from finefit.spec.models import CustomModel
+    from finefit.model.resolve_model import code_notices
 
-    for line in dict.fromkeys(custom_source(model, base).notice for model in models if isinstance(model, CustomModel)):
+    for line in code_notices(models, base):
         console.print(line, soft_wrap=True)

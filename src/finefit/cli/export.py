@@ -1,11 +1,15 @@
 """`finefit export`: a trained model as a folder or file for other programs, proved equal to what was trained."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from finefit import api
 from finefit.cli.console import AsJson, open_console, print_json
+
+if TYPE_CHECKING:
+    from finefit.results import Exported
 
 _TARGET = (
     "A run directory, or PIPELINE/STAGE, or RUN:CHECKPOINT; a folder with a model or an adapter; hub:owner/name; "
@@ -51,57 +55,46 @@ def export(
       finefit export runs/orders-1 --to gguf --push me/orders --dry-run
     """
     from finefit.errors import UserError
-    from finefit.spec.exports import parse_formats
 
     console = open_console(as_json=as_json)
-    try:
-        formats = parse_formats(to)
-    except ValueError as error:
-        raise UserError(f"--to: {error}") from None
     if push is None and (public or dry_run):
         raise UserError("--public and --dry-run are for --push", "add --push OWNER/NAME, or leave them out")
     with console.status("reading the model") as status:
-        from finefit.export.make import export as make_export
         from finefit.export.push import push as push_export
         from finefit.export.push import require_repo_name
-        from finefit.export.subject import open_subject
-        from finefit.model.load import quiet
         from finefit.report.export import show_export
-        from finefit.run.export_target import model_folder
 
-        quiet()
         if push is not None:
             require_repo_name(push)
-        subject = open_subject(model_folder(target, checkpoint), target=target, base=base)
-        place = out or Path("exports", subject.name)
-        report = make_export(
-            subject,
-            formats,
-            place,
+        made = api.export(
+            target,
+            to,
+            out,
+            checkpoint=checkpoint,
             onto=onto,
+            base=base,
             prompts=prompts,
             with_modelfile=with_modelfile,
             accept=accept,
-            say=status.update,
+            progress=lambda now: status.update(now.words),
         )
     if not as_json:
-        for part in show_export(report, out=str(place)):
+        for part in show_export(made.report, out=str(made.out)):
             console.print(part, soft_wrap=isinstance(part, str))
     pushed = None
     if push is not None:
-        pushed = push_export(place, push, private=not public, dry_run=dry_run, say=console.print)
+        pushed = push_export(made.out, push, private=not public, dry_run=dry_run, say=console.print)
     if as_json:
-        print_json(_document(report, place, pushed))
+        print_json(_document(made, pushed))
 
 
-def _document(report: object, place: Path, pushed: object) -> dict[str, object]:
+def _document(made: "Exported", pushed: object) -> dict[str, object]:
     from dataclasses import asdict
 
     from finefit.artifacts.export_records import ExportReport
     from finefit.artifacts.reading import adapter_of
 
-    assert isinstance(report, ExportReport)
-    document = {"out": str(place), "export": adapter_of(ExportReport).dump_python(report, mode="json")}
+    document = {"out": str(made.out), "export": adapter_of(ExportReport).dump_python(made.report, mode="json")}
     if pushed is not None:
         document["push"] = asdict(pushed)  # type: ignore[call-overload]
     return document

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from finefit import api
 from finefit.cli.console import AsJson, Set, announce_code, open_console, planning, print_json
 from finefit.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from finefit.report.plan import RunPlan
     from finefit.spec.pipeline import Pipeline
 
 _CARD = (
@@ -46,34 +46,29 @@ def plan(
       finefit plan spec.yaml --card 24GiB --apply 1
     """
     from finefit.facts.cards import parse_card
-    from finefit.facts.files import free_bytes
-    from finefit.plan.stage_costs import forecast_stages, is_this_machine
-    from finefit.report.plan import RunPlan, plan_document, show_plan
-    from finefit.spec.load import load_pipeline
+    from finefit.report.plan import plan_document, show_plan
 
     console = open_console(as_json=as_json)
-    pipeline = load_pipeline(target, tuple(overrides or ()))
+    spec = api.load_spec(target, tuple(overrides or ()))
+    pipeline = spec.pipeline
     if apply is not None and overrides:
         problem = "--apply writes into the spec, which --set overrides only for this command"
         raise UserError(problem, "write the overrides into the spec first")
-    asked = tuple(cards or (pipeline.card,))
-    for card in asked:
+    for card in cards or ():
         parse_card(card)  # a misspelt name is reported before anything is read
     if stage is not None:
         _require_training(pipeline, stage, target)
-    announce_code(pipeline, target.resolve().parent, console)
+    announce_code(pipeline, spec.base, console)
     if measure:
         return _measure(target, pipeline, tuple(overrides or ()), console, as_json)
     with planning("rehearsing", console):
-        costs = forecast_stages(pipeline, target.resolve().parent, cards=asked)
-    free = tuple(free_bytes(Path("runs")) if is_this_machine(card) else None for card in asked)
-    found = RunPlan(name=pipeline.name, is_flat=pipeline.is_flat, costs=costs, free=free)
+        found = api.plan(spec, cards or ())
     if as_json:
         print_json(plan_document(found))
     else:
         show_plan(found, console, now=datetime.now().astimezone(), only=stage)
     if apply is not None:
-        console.print(f"wrote {', '.join(_apply(target, found, apply))} to {target}", soft_wrap=True)
+        console.print(f"wrote {', '.join(api.apply_suggestion(spec, found, apply))} to {target}", soft_wrap=True)
     elif not any(found.fits(at) for at in range(found.num_cards)):
         raise typer.Exit(1)
     return None
@@ -103,24 +98,3 @@ def _measure(target: Path, pipeline: "Pipeline", overrides: tuple[str, ...], con
     predicted, measured = gib(found["predicted_bytes"]), gib(found["measured_bytes"])
     line = f"{predicted} predicted, {measured} measured on {found['card']}: {found['error']:+.2%}"
     return console.print(line, soft_wrap=True)
-
-
-def _apply(target: Path, plan: "RunPlan", number: int) -> tuple[str, ...]:
-    """Writes a suggestion into the spec file, by its number in the listing, and returns its changes."""
-    from finefit.artifacts.atomic import write_text
-    from finefit.spec.load import changed_text, load_any, parse_any, spec_text
-
-    suggestions = plan.suggestions()
-    if not suggestions:
-        fits = "there is nothing to apply: the plan fits as it is"
-        raise UserError(fits if plan.fits() else "no change was found that would make it fit")
-    if number > len(suggestions):
-        count = len(suggestions)
-        raise UserError(f"there are {count} suggestions, not {number}", f"--apply 1 to --apply {count}")
-    changes = suggestions[number - 1].changes
-    text = changed_text(spec_text(target), changes)
-    if parse_any(text, where=str(target)) != load_any(target, changes):
-        problem = f"{', '.join(changes)} would have a different effect in {target} because of its base"
-        raise UserError(problem, "change the base, or write the keys by hand")
-    write_text(target, text)
-    return changes

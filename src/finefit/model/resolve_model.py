@@ -10,7 +10,7 @@ import json
 import mmap
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -291,6 +291,12 @@ def custom_source(model: CustomModel, base: Path) -> CustomSource:
     except OSError as error:
         raise ModelError(f"model.file: {model.file} cannot be read: {error.strerror}", remedy) from None
     return CustomSource(file=file.resolve(), entry=model.entry, config=model.config, sha256=sha256)
+
+
+def code_notices(models: Iterable[object], base: Path) -> list[str]:
+    """Of the code of custom models, which is about to run; other models run none."""
+    found = (custom_source(model, base).notice for model in models if isinstance(model, CustomModel))
+    return list(dict.fromkeys(found))
 
 
 def custom_source_in(config: Mapping[str, Any]) -> CustomSource | None:

@@ -51,6 +51,12 @@ def show_stage(name: str, stage: "CheckedStage", console: Console, *, is_flat: b
         console.print(line, soft_wrap=True)
 
 
+def show_check(found: "CheckedPipeline", console: Console) -> None:
+    for name, stage in found.stages.items():
+        show_stage(name, stage, console, is_flat=found.is_flat)
+    show_findings(found, console)
+
+
 def show_findings(found: "CheckedPipeline", console: Console) -> None:
     disk = f"at most {gib(found.disk_bytes)} for the run, {gib(found.free_disk_bytes)} are free"
     console.print(f"disk        {disk}", soft_wrap=True)

@@ -15,6 +15,7 @@ from rich.text import Text
 from finefit.compare import records
 from finefit.report.layout import SplitTable, duration, gib, shortened, three_digits, visible, without_markup
 from finefit.report.scores import format_n, format_value
+from finefit.report.tables import ItemView, Style, TableCell, TableData, TableRow, escaped_markdown, markdown_table
 from finefit.stats.comparisons import Spread
 from finefit.stats.metrics import Metric
 
@@ -24,44 +25,6 @@ METHOD = (
     "item; p comes from exchanging the two models' answers per item, and p (Holm) is corrected for all differences "
     "shown."
 )
-Style = Literal["", "strong", "soft", "good", "bad", "missing"]
-
-
-@dataclass(frozen=True, slots=True)
-class TableCell:
-    text: str
-    detail: str = ""
-    """Less prominent text after the main text, such as an interval."""
-    style: Style = ""
-    side: int | None = None
-    """The side that the cell names; the page shows its colour."""
-
-
-@dataclass(frozen=True, slots=True)
-class TableRow:
-    cells: tuple[TableCell, ...]
-    kind: Literal["", "soft", "mean"] = ""
-    """`soft` is one data set of the row above; `mean` takes the seeds above together."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableData:
-    title: str
-    columns: tuple[TableCell, ...]
-    rows: tuple[TableRow, ...]
-    """The first column names the row."""
-    holds_text: bool = False
-    """Whether the other columns hold text instead of numbers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ItemView:
-    title: str
-    change: str
-    prompt: str
-    reference: str
-    answers: tuple[tuple[str, str, str | None], ...]
-    """For both models, its name and score, the answer, and why scoring failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,43 +300,26 @@ def _one_line(text: str) -> Text:
     return Text(shortened(visible(" ".join(text.split())), _MAX_TEXT))
 
 
-_SPECIAL = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>|#$"} | {"\n": " ", "\t": " "})
-
-
 def markdown(comparison: records.Comparison) -> str:
     """The tables, for a paper or a pull request."""
-    lines = [f"# {_escaped(compared_names(comparison))}", f"\n{_escaped(sentence(comparison.verdict))}"]
+    lines = [f"# {escaped_markdown(compared_names(comparison))}", f"\n{escaped_markdown(sentence(comparison.verdict))}"]
     if comparison.differing:
-        lines += _markdown_table(settings_table("settings that differ", comparison, comparison.differing))
+        lines += markdown_table(settings_table("settings that differ", comparison, comparison.differing))
     for task in comparison.tasks:
-        lines += [f"\n## {_escaped(task.task)}", *_markdown_table(scores_table(comparison, task))]
+        lines += [f"\n## {escaped_markdown(task.task)}", *markdown_table(scores_table(comparison, task))]
         for pairing in task.pairings:
             differences = pairing_view(comparison, task, pairing).differences
-            lines += [f"\n**{_escaped(differences.title)}**", *_markdown_table(differences)]
+            lines += [f"\n**{escaped_markdown(differences.title)}**", *markdown_table(differences)]
         lines += [f"\n{METHOD}"] if task.pairings else []
     if (losses := losses_table(comparison)) is not None:
-        lines += ["\n## Losses", *_markdown_table(losses)]
+        lines += ["\n## Losses", *markdown_table(losses)]
     if comparison.predictions:
         predictions = predictions_table(comparison)
-        lines += [f"\n## {_escaped(sentence(predictions.title).rstrip('.'))}", *_markdown_table(predictions)]
+        lines += [f"\n## {escaped_markdown(sentence(predictions.title).rstrip('.'))}", *markdown_table(predictions)]
     if comparison.warnings:
-        lines += ["", *(f"- {_escaped(warning)}" for warning in comparison.warnings)]
+        lines += ["", *(f"- {escaped_markdown(warning)}" for warning in comparison.warnings)]
     return "\n".join(lines) + "\n"
 
 
 def sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
-
-
-def _markdown_table(data: TableData) -> Iterator[str]:
-    def line(cells: Sequence[TableCell]) -> str:
-        texts = (f"{cell.text} ({cell.detail})" if cell.detail else cell.text for cell in cells)
-        return f"| {' | '.join(map(_escaped, texts))} |"
-
-    yield f"\n{line(data.columns)}"
-    yield f"|{'---|' * len(data.columns)}"
-    yield from (line(row.cells) for row in data.rows)
-
-
-def _escaped(text: str) -> str:
-    return visible(text).translate(_SPECIAL)

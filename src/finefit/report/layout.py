@@ -2,6 +2,7 @@
 
 Lines are laid out by hand so that a file gets plain lines without trailing spaces."""
 
+import io
 import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,16 @@ _DIRECTION_MARKS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u
 def print_lines(console: Console, lines: Iterable[Text]) -> None:
     for line in lines:
         console.print(line)
+
+
+_HTML = '<pre style="font-family: ui-monospace, monospace; line-height: 1.35; overflow-x: auto">{code}</pre>'
+
+
+def terminal_html(show: Callable[[Console], None], *, width: int = 110) -> str:
+    """What `show` prints on a terminal, as HTML for a notebook; rich escapes all text."""
+    console = Console(record=True, file=io.StringIO(), width=width, markup=False, emoji=False, highlight=False)
+    show(console)
+    return console.export_html(inline_styles=True, code_format=_HTML)
 
 
 def section(label: str, lines: Iterable[Text]) -> Iterator[Text]:

@@ -6,7 +6,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.artifacts.stage_records import EvalRequest, Stage
 from finefit.errors import RunError
+from finefit.progress import Progress
 from finefit.report.layout import clock, gib
 
 Line = dict[str, Any]
@@ -117,16 +117,6 @@ def describe_event(line: Line) -> str | None:
 
 def _few(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """The progress of a training in steps, or of an evaluation in answers."""
-
-    subject: str
-    done: int
-    total: int
-    words: str
 
 
 class RunFollower:
@@ -261,7 +251,7 @@ class RunView:
         now = self._plain_lines()
         if self._live and now is not None:
             row = Table.grid(padding=(0, 2))
-            row.add_row(ProgressBar(total=max(now.total, 1), completed=now.done, width=24), now.words)
+            row.add_row(ProgressBar(total=max(now.total or 0, 1), completed=now.done or 0, width=24), now.words)
             self._live.update(row, refresh=True)
 
     def say(self, line: str) -> None:
@@ -284,11 +274,16 @@ class RunView:
         return evaluating or training
 
     def _write(self, line: str) -> None:
-        if self._log is None:
-            return
-        try:
-            with self._log.open("a", encoding="utf-8") as file:
-                file.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")
-        except OSError as error:  # a full disk stops the run where it saves, not here
-            self._console.print(f"{self._log} can no longer be written: {error.strerror}")
+        if self._log is not None and (reason := append_line(self._log, line)) is not None:
+            self._console.print(reason)
             self._log = None
+
+
+def append_line(log: Path, line: str) -> str | None:
+    """Returns why it cannot be written: a full disk stops the run where it saves, not here."""
+    try:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")
+    except OSError as error:
+        return f"{log} can no longer be written: {error.strerror}"
+    return None

@@ -26,7 +26,7 @@ from finefit.artifacts.forecasts import (
 )
 from finefit.artifacts.records import Levers
 from finefit.report import forecast
-from finefit.report.layout import PLAIN_TABLE, duration, gib, hanging, print_lines, table, three_digits
+from finefit.report.layout import PLAIN_TABLE, duration, gib, hanging, print_lines, table, terminal_html, three_digits
 from finefit.spec.data import Source
 from finefit.spec.schema import Evaluation
 
@@ -133,6 +133,9 @@ class RunPlan:
         """The step time of a flat spec; steps of several stages have no common time."""
         found = self.fullest_forecast(at)
         return found.step_seconds if found is not None and self.is_flat else None
+
+    def _repr_html_(self) -> str:
+        return terminal_html(lambda console: show_plan(self, console, now=datetime.now().astimezone()))
 
 
 def show_plan(plan: RunPlan, console: Console, *, now: datetime, only: str | None = None) -> None:

@@ -98,6 +98,9 @@ class Pipeline(Common):
         found._flat = {"launcher": spec.launcher} if "launcher" in given else {}
         return found
 
+    def models(self) -> list[kinds.Input]:
+        return [model for stage in self.stages.values() for _, model in kinds.models_of(stage)]
+
     @property
     def is_flat(self) -> bool:
         """Whether the user wrote a spec without `stages`; its keys have no prefix `stages.NAME.`."""
