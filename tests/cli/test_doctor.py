@@ -3,7 +3,9 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -11,10 +13,11 @@ from rich.console import Console
 from finefit.facts.files import Disk
 from finefit.facts.machine import PACKAGES, Device, Machine, Power, TorchView
 from finefit.facts.nvml import Card
-from finefit.preflight.machine import MachineFacts, check_machine, is_ready
+from finefit.preflight.machine import OPTIONAL, MachineFacts, check_machine, is_ready
 from finefit.report.check import machine_document, machine_verdict, show_machine
 
 GIB = 2**30
+ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = [sys.executable, "-c", "import typer; from finefit.cli.doctor import doctor; typer.run(doctor)"]
 REQUIREMENTS = ("torch<3,>=2.11", "ruamel.yaml>=0.18", 'bitsandbytes>=0.48; extra == "gpu"')
 CPU = Device(name="cpu", description="EPYC", memory_bytes=16 * GIB, has_bf16=None, problem=None)
@@ -113,6 +116,12 @@ FINDINGS: dict[str, tuple[MachineFacts, str, str, str]] = {
         "libcudart.so.13",
         "",
     ),
+    "Apple's GPU is not used": (
+        replace(HEALTHY, machine=replace(MACHINE, platform="macOS-15.6-arm64-arm-64bit")),
+        "note",
+        "finefit does not train on Apple's GPU (MPS): runs here are planned for the CPU and train on it",
+        "--card CARD",
+    ),
     "nvidia-smi fails": (
         replace(HEALTHY, machine=replace(MACHINE, cards_problem="nvidia-smi ended with 9: no driver")),
         "warning",
@@ -134,6 +143,14 @@ def test_what_is_wrong_is_one_finding_with_its_remedy(
     assert machine_verdict(found, (finding,)).startswith("not ready to train: fix the error above") is (
         level == "error"
     )
+
+
+def test_the_command_of_every_extra_of_the_package_is_known() -> None:
+    found = replace(HEALTHY, machine=replace(MACHINE, versions=MACHINE.versions | dict.fromkeys(OPTIONAL)))
+    commands = {finding.remedy for finding in check_machine(found) if finding.level == "note"}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    users = set(extras) - {"docs"}  # which builds the site
+    assert {f"pip install 'finefit[{extra}]'" for extra in users} <= commands
 
 
 def test_a_nightly_torch_within_the_range_is_accepted() -> None:

@@ -1,6 +1,7 @@
 """Every value that a run acts on is in the plan, with where it came from."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,9 +52,11 @@ FREE = ("config", "template_options", "fields", "where")
 """Mappings that are shown as a whole."""
 
 
-def _resolve(text: str, *overrides: str, num_rows: int = 22, **predicted: Any) -> dict[str, Resolved]:
+def _resolve(
+    text: str, *overrides: str, num_rows: int = 22, machine: Machine = MACHINE, **predicted: Any
+) -> dict[str, Resolved]:
     spec, forecast = parse_spec(text, where="spec.yaml", overrides=overrides), make_forecast(**predicted)
-    return resolve(spec, overrides=overrides, machine=MACHINE, num_rows=num_rows, forecast=forecast)
+    return resolve(spec, overrides=overrides, machine=machine, num_rows=num_rows, forecast=forecast)
 
 
 def _keys(document: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -125,6 +128,9 @@ def test_a_cpu_that_was_asked_for_computes_in_fp32() -> None:
 def test_auto_without_a_card_is_the_cpu_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert _resolve(MINIMAL)["device"] == Resolved(value="cpu", source="auto: torch finds no CUDA device")
+    mac = replace(MACHINE, platform="macOS-15.6-arm64-arm-64bit")
+    unused = "auto: torch finds no CUDA device, and Apple's GPU (MPS) is not used"
+    assert _resolve(MINIMAL, machine=mac)["device"] == Resolved(value="cpu", source=unused)
 
 
 def test_cuda_that_is_not_there_is_refused_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

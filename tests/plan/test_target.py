@@ -151,6 +151,12 @@ def test_the_processor_has_the_machines_memory_and_measured_rates() -> None:
     assert _target("cpu", precision="bf16").precision == "bf16"
 
 
+def test_a_mac_is_planned_as_its_processor_with_a_word_about_its_gpu() -> None:
+    found = _target("auto", machine=replace(_machine(), platform="macOS-15.6-arm64-arm-64bit"))
+    assert found.device == "cpu"
+    assert "finefit does not use Apple's GPU (MPS): this is a plan for the CPU" in found.notes
+
+
 def test_auto_takes_what_the_card_here_has_free() -> None:
     found = _target("auto", machine=_machine(_card(free_bytes=20 * GIB)))
     assert (found.device, found.capability, found.count) == ("cuda", (8, 9), 1)

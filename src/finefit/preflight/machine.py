@@ -37,6 +37,8 @@ OPTIONAL = {
     "cyllama": ("GGUF: quantising, proving and chatting", "pip install 'finefit[gguf]'"),
     "xllamacpp": ("the proof of an adapter in GGUF", "pip install 'finefit[gguf]'"),
     **dict.fromkeys(CONVERTERS, ("the conversion to GGUF", install_command())),
+    "submitit": ("submitting a run to SLURM", "pip install 'finefit[slurm]'"),
+    "lm-eval": ("tasks of lm-evaluation-harness", "pip install 'finefit[lm-eval]'"),
     "matplotlib": ("plots in reports and comparisons", "pip install 'finefit[plots]'"),
     "trl": ("finefit's own tests, which compare losses with it", "pip install 'finefit[dev]'"),
     "datasets": ("finefit's own tests", "pip install 'finefit[dev]'"),
@@ -88,6 +90,12 @@ def torch_sees_the_cards(found: MachineFacts) -> Iterator[Finding]:
         yield error(f"{build} and sees no device, but the driver shows {shown}: {reason}", remedy)
 
 
+def apple_gpu_is_not_used(found: MachineFacts) -> Iterator[Finding]:
+    if found.machine.has_apple_gpu:
+        problem = "finefit does not train on Apple's GPU (MPS): runs here are planned for the CPU and train on it"
+        yield note(problem, "plan for a CUDA card with `finefit plan SPEC --card CARD`, and run larger models there")
+
+
 def devices_run_kernels(found: MachineFacts) -> Iterator[Finding]:
     commands = [cuda_torch_command(card) for card in found.machine.cards]
     for device in found.torch.devices:
@@ -124,6 +132,7 @@ def disk_and_power_last(found: MachineFacts) -> Iterator[Finding]:
 CHECKS: tuple[Callable[[MachineFacts], Iterator[Finding]], ...] = (
     packages_are_installed,
     torch_sees_the_cards,
+    apple_gpu_is_not_used,
     devices_run_kernels,
     disk_and_power_last,
 )

@@ -266,7 +266,7 @@ class Common(Part):
     """Keys that apply to one stage or to all."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    """Names the run directory: runs/<name>-<n>. By default the name of the spec file."""
+    """Names the run directory: `runs/<name>-<n>`. By default the name of the spec file."""
     seed: int = Field(42, ge=0, lt=2**32)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes a CUDA device if there is one. `cuda` without one is an error."""
