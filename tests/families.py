@@ -60,6 +60,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "glm4_moe": _ROUTED | {"head_dim": 8},
     "olmoe": _EXPERTS,
     "phimoe": _ATTENTION | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": _ATTENTION
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8, "num_hidden_layers": 2},
     "ernie4_5_moe": _ATTENTION | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
 }
 RECURRENT: dict[str, dict[str, Any]] = {

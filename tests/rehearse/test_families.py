@@ -71,9 +71,3 @@ def test_a_model_that_is_not_causal_is_refused_in_a_sentence_wherever_it_is_buil
         rehearse(_cfg({"model_type": "t5"}))
     with pytest.raises(ModelError, match=told):  # as an evaluation asks first
         layer_shapes('{"model_type": "t5"}')
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_attention_that_training_lacks_is_refused_on_every_device(device: str) -> None:
-    with pytest.raises(ModelError, match=r"^models of type gpt_oss have attention sinks, which"):
-        rehearse(_cfg({"model_type": "gpt_oss", "num_hidden_layers": 2}, device))

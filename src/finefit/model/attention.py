@@ -1,6 +1,7 @@
 """The choice of a model's attention. Torch's fast kernels for shared key and value heads need bf16 or fp16 and an
 Ampere GPU or newer. Elsewhere the heads are repeated first, since torch would fall back to a kernel whose memory grows
-with the square of the row.
+with the square of the row. What SDPA does not compute (capped scores, attention sinks) is left to the model's own
+attention, which keeps the scores of every pair of tokens.
 
 Packed rows attend only to themselves: by torch's variable-length flash kernel where the GPU has it, else by one call
 per row. B rows, H heads, T tokens, W width of a head.
@@ -22,7 +23,7 @@ from transformers.utils import ModelOutput
 from finefit.errors import ModelError
 from finefit.facts.files import reading_model
 from finefit.objective.batch import Batch, Packed
-from finefit.vision import vision_forward_in
+from finefit.vision import auto_class, vision_forward_in
 from finefit.vision.attention import Attention, flash_varlen, has_varlen, widest_head
 
 REPEATED = "sdpa_repeated"
@@ -62,7 +63,7 @@ def choose_attention(
 ) -> str:
     """The attention's name in transformers. On rows that are not packed, one that supports packing gives the same
     result as one that does not."""
-    if caps_scores(config) or not has_attention(config):
+    if caps_scores(config) or not has_attention(config) or not takes_sdpa(config):
         return "eager"
     is_fast = device == "cpu" or (capability >= (8, 0) and precision in ("bf16", "fp16"))
     name, attend = ("sdpa", sdpa_attention_forward) if is_fast else (REPEATED, _repeated)
@@ -79,6 +80,13 @@ def caps_scores(config: PretrainedConfig) -> bool:
     """Whether the model caps its attention scores, as Gemma 2 does. SDPA silently omits the cap, so a different model
     would be trained."""
     return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
+def takes_sdpa(config: PretrainedConfig) -> bool:
+    """False for a model whose attention has more than SDPA computes, such as the sinks of gpt-oss, and for a model with
+    code of its own for it: both have only the attention that they were written with."""
+    known = auto_class(config)._model_mapping
+    return type(config) not in known or bool(known[type(config)]._supports_sdpa)
 
 
 def has_attention(config: PretrainedConfig) -> bool:

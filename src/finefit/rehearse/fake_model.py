@@ -19,7 +19,6 @@ from finefit import vision
 from finefit.artifacts.forecasts import TowerSize
 from finefit.artifacts.records import Levers
 from finefit.custom.inputs import custom_on_meta
-from finefit.errors import ModelError
 from finefit.facts.files import reading_model
 from finefit.model.attention import STRETCHED_ROPE, choose_attention, for_answers
 from finefit.model.experts import active_parameters, choose_experts, experts_of
@@ -41,13 +40,7 @@ from finefit.vision.attention import PIECES, by_piece
 from finefit.vision.family import Grid, ImageGeometry, ImageInput
 
 _ATTENTION = "rehearsed"
-_OWN_ATTENTION = {"gpt_oss": "attention sinks"}
-"""Reason by model type."""
 _TAKE_CONFIG = "use the config.json of the published model; `finefit doctor` shows the installed versions"
-_ENCODERS = (
-    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
-    *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +100,6 @@ def build_on_meta(cfg: StepConfig, kernels: fake_kernels.DeviceKernels, *, answe
             fake_kernels.fuse_dropout(custom)
         return custom
     config = read_config(cfg.config)
-    if config.model_type in _ENCODERS and not config.is_decoder:
-        problem = f"{config.model_type} is an encoder: each token would see the one that it has to predict"
-        raise ModelError(problem, "use a causal language model")
     config.use_cache = config.get_text_config().use_cache = False
     attention = choose_attention("cpu", (0, 0), cfg.precision, config, packing=cfg.levers.packing and not answers)
     if kernels.device == "cuda" and attention != "eager":
@@ -159,10 +149,6 @@ def build_on_meta(cfg: StepConfig, kernels: fake_kernels.DeviceKernels, *, answe
 def _built(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     require_causal(config)
     kind = vision.auto_class(config)
-    if attention != "eager" and not kind._model_mapping[type(config)]._supports_sdpa:
-        what = _OWN_ATTENTION.get(config.model_type, "attention of their own")
-        problem = f"models of type {config.model_type} have {what}, which finefit's attention does not support"
-        raise ModelError(problem, "use a model of another type")
     chosen = {"attn_implementation": attention, "experts_implementation": choose_experts()}
     model: PreTrainedModel = kind.from_config(config, dtype=dtype, **chosen)
     return model
