@@ -51,9 +51,18 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin" / "python"
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
+    pip: list[str | Path] = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-index",
+        "--no-deps",
+    ]
     subprocess.run([*pip, wheel], check=True)
-    ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    ask: list[str | Path] = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site = Path(subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip())
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
     return folder / "bin"
@@ -62,7 +71,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _finefit(installed: Path, folder: Path, *words: str) -> str:
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     variables |= {"NO_COLOR": "1", "COLUMNS": "120"}
-    command = [installed / "finefit", *words]
+    command: list[str | Path] = [installed / "finefit", *words]
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -70,7 +79,7 @@ def _finefit(installed: Path, folder: Path, *words: str) -> str:
 
 @pytest.mark.slow
 def test_the_installed_program_works_outside_the_repository(installed: Path, tmp_path: Path) -> None:
-    where = [installed / "python", "-c", "import finefit; print(finefit.__file__)"]
+    where: list[str | Path] = [installed / "python", "-c", "import finefit; print(finefit.__file__)"]
     found = subprocess.run(where, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert found.startswith(str(installed.parent))
     assert _finefit(installed, tmp_path, "--version") == f"finefit {__version__}\n"

@@ -219,7 +219,7 @@ def test_where_no_kernel_takes_all_groups_each_expert_is_launched_by_itself() ->
 
     def launched(capability: tuple[int, int]) -> int:
         trace = rehearse(_cfg(num_experts=16, tuning=FULL, capability=capability, is_quick=True)).trace
-        return sum(count for (instant, unit), count in trace.operations.items() if (instant, unit) == ("forward", 0))
+        return trace.operations["forward", 0].total()
 
     of_two_products = 2 * (16 - 1)
     assert launched((8, 0)) - launched((9, 0)) >= of_two_products

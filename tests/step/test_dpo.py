@@ -295,7 +295,8 @@ def _away(model: nn.Module) -> None:
 
 def _assert_same(ours: Trained, theirs: Trained, *, tolerance: float = 1e-6) -> None:
     """Gradients to `tolerance` of the norm of all of them."""
-    assert ours.losses[0] == pytest.approx(theirs.losses[0], rel=1e-6, abs=1e-6)
+    # the log-probabilities of a row sum to about -100, where fp32 has steps of 8e-6, times beta
+    assert ours.losses[0] == pytest.approx(theirs.losses[0], rel=1e-6, abs=4e-6)
     assert ours.rewards[0] == pytest.approx(
         theirs.rewards[0], rel=1e-6, abs=5e-6
     )  # of sums of 100 nats, whose last bit is 8e-6

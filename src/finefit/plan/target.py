@@ -185,9 +185,9 @@ def _processor(request: CardRequest, machine: Machine) -> Target:
     resident = psutil.Process().memory_info().rss  # torch and transformers, as in a worker; read before the probes
     a, b = torch.randn(_PROBE, _PROBE), torch.randn(16 << 20)
     flops = 2 * _PROBE**3 / min(timeit.repeat(lambda: a @ a, number=1))
-    notes = (f"{machine.cpu_model}, {machine.num_cores} cores; rates measured on it",)
+    notes = [f"{machine.cpu_model}, {machine.num_cores} cores; rates measured on it"]
     if machine.has_apple_gpu:
-        notes = (*notes, "finefit does not use Apple's GPU (MPS): this is a plan for the CPU")
+        notes.append("finefit does not use Apple's GPU (MPS): this is a plan for the CPU")
     copied = 2 * b.numel() * 4 / min(timeit.repeat(b.clone, number=1)) / 0.8
     return Target(
         name="cpu",
@@ -201,7 +201,7 @@ def _processor(request: CardRequest, machine: Machine) -> Target:
         context_bytes=resident,
         margin=CPU_MARGIN,
         margin_bytes=0,
-        notes=notes,
+        notes=tuple(notes),
     )
 
 

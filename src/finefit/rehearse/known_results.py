@@ -58,7 +58,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_determined, results = _known.get(key, (False, None))
     if is_determined:
         mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             if isinstance(results, (list, tuple)):
                 return type(results)([_make(result, tensors, mode) for result in results])
             return _make(results, tensors, mode)
@@ -117,11 +117,11 @@ def _described_result(leaf: Any, tensors: Sequence[FakeTensor]) -> tuple[bool, _
         dtype=leaf.dtype,
         shape=tuple(leaf.shape),
         stride=leaf.stride(),
-        offset=leaf.storage_offset(),
+        offset=int(leaf.storage_offset()),
         device=leaf.fake_device,
         attributes={name: value for name, value in vars(leaf).items() if name != "fake_mode"},
     )
-    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+    with torch._C._DisableTorchDispatch():
         again = _make(made, tensors, leaf.fake_mode)
         is_same = torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(leaf)
         return is_same and again.untyped_storage().nbytes() == storage.nbytes(), made
@@ -138,9 +138,7 @@ def _make(result: _Result, tensors: Sequence[FakeTensor], mode: FakeTensorMode) 
     else:
         bare = torch.empty(0, dtype=result.dtype, device="meta")
         bare.set_(tensors[result.argument].untyped_storage(), result.offset, result.shape, result.stride)
-    made = Tensor._make_subclass(  # type: ignore[attr-defined]
-        FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=result.device
-    )
+    made = Tensor._make_subclass(FakeTensor, bare, False, dispatch_device=True, device_for_backend_keys=result.device)
     torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
     vars(made).update(result.attributes, fake_mode=mode)
     return made

@@ -7,7 +7,7 @@ from finefit.artifacts.records import FinishedStage
 from finefit.artifacts.rundir import RunDir
 from finefit.progress import OnProgress, Progress
 from finefit.report.layout import clock
-from finefit.report.live import RunFollower, append_line
+from finefit.report.live import RunFollower, append_line, describe_evaluating
 from finefit.report.stage_summary import summary_lines
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class CallbackView:
     def tick(self) -> None:
         for line in self._follower.news():
             self.say(line)
-        now = self._follower.evaluating() or (None if self._evaluates else self._follower.training())
+        now = describe_evaluating(self._follower.where) or (None if self._evaluates else self._follower.training())
         if now is not None and now.words != self._words:
             self._words = now.words
             self._progress(now)

@@ -15,7 +15,8 @@ from finefit.artifacts.records import FinishedStage, PipelineState, Run, StageSt
 from finefit.artifacts.rundir import RunDir, StageDir, find_run, is_pipeline, is_run, models_of, open_any_run
 from finefit.errors import FinefitError, RunError
 from finefit.facts.files import free_bytes
-from finefit.report.run import format_memory, summary_lines
+from finefit.report.run import format_memory
+from finefit.report.stage_summary import summary_lines
 from finefit.web.training import Document, RecordReader, Training
 
 TICK_SECONDS = 1.0
