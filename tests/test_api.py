@@ -31,8 +31,6 @@ PROGRAM = """\
 import threading
 import finefit
 
-finefit.plan("spec.yaml", ["24GiB"])
-assert finefit.check("spec.yaml").ok
 runs = []
 thread = threading.Thread(target=lambda: runs.append(finefit.run("spec.yaml", ["evaluate=[]"])))
 thread.start()
@@ -40,6 +38,7 @@ thread.join()
 (run,) = runs
 assert run.status == "finished", run.status
 assert run.metrics().num_rows == run.result.total_steps
+run.write_report("report.html")
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 from finefit import __version__
 from tests.cli.conftest import process, processor_seconds
 
-VERBS = ("run", "eval", "compare", "review", "watch", "export", "chat", "demo", "recipes", "doctor")
+VERBS = ("run", "eval", "compare", "report", "review", "watch", "export", "chat", "demo", "recipes", "doctor")
 HEAVY = "{'torch', 'transformers', 'datasets', 'peft', 'numpy'}"
 
 
