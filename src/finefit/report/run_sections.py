@@ -69,6 +69,10 @@ def _training_blocks(run: RunDir, where: StageDir) -> Iterator[Block]:
         yield Plots(plots=((_LOSS_CAPTION, partial(loss_plot, training.lines)),))
         yield Plots(plots=tuple(plots))
         yield _curve_table(training.lines)
+    if (forecast := training.forecast) is not None:
+        rows = [(phase, gib(held)) for phase, held in forecast.instants.items()]
+        rows += [(f"at the peak: {purpose}", gib(held)) for purpose, held in forecast.components.items()]
+        yield Folded(title="planned memory by phase", table=_table("", ("allocated", "planned"), rows))
     if told := [words for line in training.lines.events if (words := describe_event(dict(line)))]:
         rows = [(str(number), words) for number, words in enumerate(told[-_MOST_EVENTS:], start=1)]
         yield Folded(title=f"{len(told)} events", table=_table("", ("", "event"), rows, holds_text=True))
