@@ -807,7 +807,7 @@ def test_every_key_of_another_tool_leads_to_a_key_that_exists() -> None:
         ("stage=sft", "did you mean `stages`?"),
         ("evaluate=[{task: rouge, batch_size: 2}]", "the keys here are"),
         ("evaluate=[{task: rouge, epochs: 2}]", "the keys here are"),
-        ("load_in_4bit=true", "`tuning.base_bits: 4`"),
+        ("load_in_4bit=true", "`tuning.base_bits`"),
         ("optimizer.learning_rate=1e-4", "`optimizer.lr`"),
         ("batch_size=4", "`global_batch`"),
     ],

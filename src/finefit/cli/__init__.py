@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from finefit import __version__
-from finefit.cli import chat, check, compare, doctor, evaluate, export, plan, recipes, report, review, run, watch
+from finefit.cli import chat, check, compare, doctor, evaluate, export, init, plan, recipes, report, review, run, watch
 from finefit.errors import FinefitError
 
 USAGE = 2
@@ -44,6 +44,7 @@ def _options(version: Annotated[bool, _VERSION] = False) -> None:
     pass
 
 
+app.command()(init.init)
 app.command()(plan.plan)
 app.command()(check.check)
 app.command()(run.run)

@@ -62,8 +62,8 @@ def parse_any(text: str, *, where: str, overrides: Sequence[str] = ()) -> Spec |
         draft.set(override, (_AFTER_ALL_FILES + number, f"--set {override}"))
     if not isinstance(draft.values, dict):
         raise _spec_error(draft.problems)
-    if (tool := foreign.tool_of(draft.values)) is not None:
-        raise SpecError(f"{where} is a config of {tool}, which finefit cannot read", foreign.remedy(draft.values))
+    if (tool := foreign.tool_named(draft.values)) is not None:
+        raise SpecError(f"{where} is a config of {tool}, not a spec", foreign.remedy(where))
     filled: list[KeyPath] = [] if "name" in draft.values else [("name",)]
     draft.values.setdefault("name", _name_of(Path(where)))
     root: type[Spec] | type[Pipeline] = Spec
@@ -163,7 +163,7 @@ def _holds_rows(path: Path, content: bytes) -> bool:
 
 def _data_file(path: Path) -> SpecError:
     problem = f"{path} is a data file, not a spec; a spec names the data and the model"
-    smallest = f"model: {{kind: embedded, name: smollm2-135m}}\ndata: {{train: [{{path: {_inline(str(path))}}}]}}"
+    smallest = f"model: {{kind: embedded, name: smollm2-135m}}\ndata: {{train: [{{path: {inline(str(path))}}}]}}"
     return SpecError(problem, f"save this as spec.yaml, put your model in, and pass spec.yaml instead:\n{smallest}")
 
 
@@ -354,17 +354,17 @@ def dumped(values: dict[str, Any], indent: str = "") -> str:
     one line."""
     lines = ""
     for key, value in values.items():
-        lines += f"{indent}{_inline(key)}:"
+        lines += f"{indent}{inline(key)}:"
         is_block = isinstance(value, dict) and value
-        lines += f"\n{dumped(value, indent + '  ')}" if is_block else f" {_inline(value)}\n"
+        lines += f"\n{dumped(value, indent + '  ')}" if is_block else f" {inline(value)}\n"
     return lines
 
 
-def _inline(value: Any) -> str:
+def inline(value: Any) -> str:
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_inline(key)}: {_inline(inner)}' for key, inner in value.items())}}}"
+        return f"{{{', '.join(f'{inline(key)}: {inline(inner)}' for key, inner in value.items())}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_inline, value))}]"
+        return f"[{', '.join(map(inline, value))}]"
     if isinstance(value, float) and not math.isfinite(value):
         return {math.inf: ".inf", -math.inf: "-.inf"}.get(value, ".nan")
     if isinstance(value, str):

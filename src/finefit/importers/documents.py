@@ -1,0 +1,144 @@
+"""Reads configs of other tools: YAML and JSON with the liberties that those tools take (YAML 1.1, anchors), and the
+arguments of a Python script or notebook, which is parsed and never run."""
+
+import ast
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from finefit import bounded
+from finefit.errors import SpecError, first_line
+
+MAX_CONFIG_BYTES = 4 << 20
+_MAX_VALUES = 100_000
+_CALLS = {
+    "from_pretrained": "model",
+    "get_peft_model": "adapter",
+    "SFTConfig": "training",
+    "DPOConfig": "training",
+    "TrainingArguments": "training",
+    "UnslothTrainingArguments": "training",
+    "SFTTrainer": "training",
+    "DPOTrainer": "training",
+    "load_dataset": "dataset",
+    "train_on_responses_only": "answers",
+}
+"""Calls whose arguments are a training's settings."""
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Returns the values of a config."""
+    try:
+        text = bounded.read_bytes(path, MAX_CONFIG_BYTES).decode("utf-8-sig")
+    except FileNotFoundError:
+        raise SpecError(f"{path} is not there", "name the config of another tool") from None
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path} cannot be read: {first_line(error)}", "name the config of another tool") from None
+    if path.suffix in (".py", ".ipynb"):
+        return arguments_of(text, path)
+    values = _json(text, path) if path.suffix == ".json" else _yaml(text, path)
+    if not isinstance(values, dict) or not values:
+        raise SpecError(f"{path} holds no settings by name", "name the config of another tool")
+    require_size(values, path)
+    return {str(key): value for key, value in values.items()}
+
+
+def _yaml(text: str, path: Path) -> Any:
+    """Another tool's reader takes the last of two equal keys, this one refuses them."""
+    try:
+        yaml = YAML(typ="safe", pure=True)
+        yaml.version = (1, 1)
+        with warnings.catch_warnings(action="ignore"):  # about 2e-5, which has no dot
+            return yaml.load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problem = f"{path}, line {mark.line + 1}: {error.problem}" if mark else f"{path}: {error.problem}"
+        raise SpecError(problem, "correct the config") from None
+    except (YAMLError, ValueError, AssertionError, ArithmeticError, RecursionError, TypeError) as error:
+        raise SpecError(f"{path} is not YAML: {first_line(error)}", "correct the config") from None
+
+
+def _json(text: str, path: Path) -> Any:
+    try:
+        return bounded.parse_json(text)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{path} is not JSON: {first_line(error)}", "correct the config") from None
+
+
+def require_size(values: object, path: Path) -> None:
+    """Aliases of YAML can make a small file large beyond bounds."""
+    todo, count = [values], 0
+    while todo:
+        value = todo.pop()
+        count += 1
+        if count > _MAX_VALUES:
+            raise SpecError(f"{path} holds more than {_MAX_VALUES} values", "name the config of another tool")
+        if isinstance(value, dict):
+            todo += value.values()
+        elif isinstance(value, list):
+            todo += value
+
+
+def arguments_of(text: str, path: Path) -> dict[str, Any]:
+    """Returns the keyword arguments of the calls that set up a training, as far as they are literals or names of them.
+    `load_dataset` gives `dataset_name`, and `train_on_responses_only` a key of that name."""
+    try:
+        tree = ast.parse(_code(text, path))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise SpecError(f"{path} is not Python: {first_line(error)}", "save the notebook again") from None
+    known = {"True": True, "False": False, "None": None}
+    found: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            value, is_known = _literal(node.value, known)
+            known |= {node.targets[0].id: value} if is_known else {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (name := _name(node.func)) in _CALLS:
+            found |= _arguments(node, name, known)
+    if not found:
+        raise SpecError(f"{path} calls none of {', '.join(_CALLS)}", "name a training script or notebook")
+    return found
+
+
+def _code(text: str, path: Path) -> str:
+    if path.suffix != ".ipynb":
+        return text
+    notebook = _json(text, path)
+    cells = notebook.get("cells", []) if isinstance(notebook, dict) else []
+    sources = [
+        "".join(cell.get("source", [])) for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"
+    ]
+    lines = "\n".join(sources).splitlines()
+    return "\n".join("" if line.lstrip().startswith(("!", "%")) else line for line in lines)
+
+
+def _name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _literal(node: ast.expr, known: Mapping[str, Any]) -> tuple[Any, bool]:
+    if isinstance(node, ast.Name):
+        return known.get(node.id), node.id in known
+    try:
+        return ast.literal_eval(node), True
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None, False
+
+
+def _arguments(call: ast.Call, name: str, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A value that only running would tell is named as code."""
+    for keyword in call.keywords:
+        if keyword.arg is None or keyword.arg in ("model", "tokenizer", "processing_class", "args", "train_dataset"):
+            continue
+        value, is_known = _literal(keyword.value, known)
+        key = keyword.arg if _CALLS[name] != "dataset" else f"load_dataset.{keyword.arg}"
+        yield key, value if is_known else f"<{ast.unparse(keyword.value)}>"
+    if _CALLS[name] in ("dataset", "model") and call.args:
+        value, is_known = _literal(call.args[0], known)
+        yield ("dataset_name" if _CALLS[name] == "dataset" else "model_name"), value if is_known else None
+    if _CALLS[name] == "answers":
+        yield "train_on_responses_only", True

@@ -1,0 +1,94 @@
+"""Translates a config of another tool into the settings of a spec, with a line for every key: nothing is dropped
+silently."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from finefit.errors import SpecError
+from finefit.importers.keys import Config, Fate, Outcome, Tool, dropped, equal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """What became of one key."""
+
+    key: str
+    value: Any
+    outcome: Outcome
+    is_default: bool = False
+    """Whether the config lacks the key, and this is what the tool does then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    tool: Tool
+    config: Config
+    values: dict[str, Any]
+    """The spec."""
+    lines: tuple[Line, ...]
+
+    def of(self, fate: Fate) -> tuple[Line, ...]:
+        return tuple(line for line in self.lines if line.outcome.fate == fate)
+
+
+def translate(tool: Tool, config: Config, document: Mapping[str, Any]) -> Translation:
+    flat = dict(_flat(document, tool))
+    config = replace(config, values=flat, defaults=tool.defaults())
+    tool.require(config)
+    lines = tuple(_lines(tool, config, flat))
+    settings: dict[str, Any] = {}
+    for line in sorted(lines, key=lambda line: not line.is_default):  # what the config says wins
+        settings |= line.outcome.settings
+    return Translation(tool=tool, config=config, values=nested(tool.finish(config, settings)), lines=lines)
+
+
+def _flat(values: Mapping[str, Any], tool: Tool, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields values by dotted key. A section that has an entry of its own in the table stays whole."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value and key not in tool.keys:
+            yield from _flat(value, tool, f"{key}.")
+        else:
+            yield key, value
+
+
+def _lines(tool: Tool, config: Config, flat: Mapping[str, Any]) -> Iterator[Line]:
+    for name, value in flat.items():
+        key = tool.keys.get(name)
+        if value is None and (key is None or key.default is None):
+            yield Line(key=name, value=value, outcome=equal("not set"))
+        elif value is None:
+            continue  # the default is translated below
+        elif key is not None:
+            yield Line(key=name, value=value, outcome=key.read(value, replace(config, reading=name)))
+        else:
+            yield Line(key=name, value=value, outcome=_of_unknown(tool, name))
+    for name, key in tool.keys.items():
+        if key.default is not None and flat.get(name) is None:
+            yield Line(
+                key=name,
+                value=key.default,
+                outcome=key.read(key.default, replace(config, reading=name)),
+                is_default=True,
+            )
+
+
+def _of_unknown(tool: Tool, name: str) -> Outcome:
+    if name.startswith(tool.ignored):
+        return equal(f"concerns only how {tool.name} itself runs")
+    return dropped(f"finefit does not know this key of {tool.name}: look up what it does")
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns mappings for dotted keys."""
+    values: dict[str, Any] = {}
+    for path, value in settings.items():
+        *sections, name = path.split(".")
+        inner = values
+        for section in sections:
+            inner = inner.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise SpecError(f"{path} and a key above it are both given", "keep one")
+        inner[name] = value
+    return values

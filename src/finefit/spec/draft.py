@@ -1,0 +1,50 @@
+"""Writes a spec with comments, for the user to go on from."""
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from finefit.spec.load import inline
+
+_ORDER = ("name", "model", "card", "data", "tuning", "objective", "optimizer", "schedule", "global_batch", "precision")
+"""The keys that a reader looks for first; the others keep their order."""
+_WIDTH = 110
+
+
+def commented(values: Mapping[str, Any], comments: Mapping[str, str], head: Sequence[str] = ()) -> str:
+    """`comments`: by dotted key, written above it; `head`: the lines at the top."""
+    first = {key: values[key] for key in _ORDER if key in values}
+    lines = [*_comment("\n".join(head), ""), *_lines({**first, **values}, comments, "", "")]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(values: Mapping[str, Any], comments: Mapping[str, str], path: str, indent: str) -> Iterator[str]:
+    for key, value in sorted(values.items(), key=lambda item: item[0] != "kind"):
+        here = f"{path}{key}"
+        yield from _comment(comments.get(here, ""), indent)
+        if isinstance(value, dict) and value and (not _is_short(value) or _has_comments(comments, here)):
+            yield f"{indent}{inline(key)}:"
+            yield from _lines(value, comments, f"{here}.", f"{indent}  ")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            yield f"{indent}{inline(key)}:"
+            yield from (f"{indent}- {inline(item)}" for item in value)
+        else:
+            yield f"{indent}{inline(key)}: {inline(value)}"
+
+
+def _is_short(value: Mapping[str, Any]) -> bool:
+    """Short mappings without others in them are one line: `model: {kind: hub, id: ...}`."""
+    return (
+        not any(isinstance(inner, dict | list) for inner in value.values()) and len(inline(dict(value))) < _WIDTH // 2
+    )
+
+
+def _has_comments(comments: Mapping[str, str], path: str) -> bool:
+    return any(key.startswith(f"{path}.") for key in comments)
+
+
+def _comment(text: str, indent: str) -> Iterator[str]:
+    for paragraph in text.splitlines():
+        yield from textwrap.wrap(
+            paragraph, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_long_words=False
+        )
