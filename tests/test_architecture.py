@@ -78,6 +78,7 @@ _MEMORY = "a text that is in memory already, and was read under limits"
 _OURS = "a file of the package itself"
 _SYSTEM = "a file of the operating system, which is short"
 ALLOWED = {
+    ("finefit.importers.documents", "_yaml"): _MEMORY,
     ("finefit.bounded", "open_descriptor"): "the guarded reader itself",
     ("finefit.bounded", "parse_json"): "the guarded reader itself",
     ("finefit.artifacts.atomic", "sync"): "nothing is read",

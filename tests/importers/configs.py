@@ -255,7 +255,8 @@ CASES: tuple[Case, ...] = (
         name="llama-factory-json-dialect",
         tool="llama-factory",
         text='{"model_name_or_path": "owner/model", "stage": "dpo", "do_train": true, "dataset": "rows", '
-        '"pref_beta": 0.3, "finetuning_type": "full", "learning_rate": 5e-6, "per_device_train_batch_size": 1, "cutoff_len": 1024}',
+        '"finetuning_type": "full", "pref_beta": 0.3, "learning_rate": 5e-6, "per_device_train_batch_size": 1, '
+        '"cutoff_len": 1024}',
         settings={"objective.kind": "dpo", "objective.beta": 0.3, "tuning.kind": "full", "optimizer.lr": 5e-6},
     ),
     Case(
