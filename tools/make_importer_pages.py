@@ -68,8 +68,10 @@ def _sections(tool: Tool) -> Iterator[str]:
 def _line(name: str, key: Key, fate: str) -> str:
     if fate != "translated":
         return f"| `{name}` | {_cell(key.note)} |\n"
-    default = "" if key.default in (None, "") else f"without it: `{key.default}`"
-    return f"| `{name}` | {f'`{key.place}`' if key.place else ''} | {_cell('; '.join(filter(None, [key.note, default])))} |\n"
+    shown = isinstance(key.default, int | float) and not isinstance(key.default, bool)
+    default = f"without it: `{key.default}`" if shown and "default" not in key.note else ""
+    words = "; ".join(filter(None, [key.note, default]))
+    return f"| `{name}` | {f'`{key.place}`' if key.place else ''} | {_cell(words)} |\n"
 
 
 def _cell(text: str) -> str:
