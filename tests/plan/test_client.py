@@ -251,7 +251,7 @@ def test_several_cards_are_planned_as_each_alone_and_rehearse_nothing_twice(monk
 
 
 def _workers() -> list[int]:
-    return [child.pid for child in psutil.Process().children() if "finefit.plan.worker" in child.cmdline()]
+    return [child.pid for child in psutil.Process().children() if "finefit.plan.start_worker" in child.cmdline()]
 
 
 def test_one_process_answers_all_that_is_asked_inside_and_then_ends() -> None:

@@ -78,7 +78,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "an argument": lambda x, y: x.mul_(y.t()),
     "a view of an argument that is written": lambda x, _: x[1:].zero_(),
     "a tensor that is made": lambda _, y: torch.arange(y.shape[0]),
-    "strides of its own": lambda *_: torch.empty_strided((2, 3), (5, 1)),
+    "strides of its own": lambda x, _: x.new_empty_strided((2, 3), (5, 1)),
     "many tensors": lambda x, y: torch._foreach_mul([x, y], 2.0),
     "many that are written": lambda x, y: torch._foreach_add_([x, y], 1.0),
     "none of several": lambda x, _: torch.native_dropout(x, 0.1, True),

@@ -77,7 +77,7 @@ class PlannerProcess:
         """Returns the result of the job, or raises its error as a FinefitError."""
         if self._process is None:
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-            command, pipe = [sys.executable, "-P", "-m", "finefit.plan.worker"], subprocess.PIPE
+            command, pipe = [sys.executable, "-P", "-m", "finefit.plan.start_worker"], subprocess.PIPE
             with self._stderr.open("w") as stderr:
                 self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, env=environment)
         process = self._process

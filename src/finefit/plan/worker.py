@@ -200,7 +200,3 @@ def main() -> None:
         except FinefitError as error:
             answer = error
         say(answer)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 
 from finefit.rehearse.trace import LOADED, OUTSIDE, WARM_UP, Block, Trace
@@ -77,7 +78,7 @@ def _resized(trace: Trace) -> Trace:
         elif block.operation == _SIDE_BY_SIDE and block.instant == "update":
             sizes[ident], norms = norms or block.num_bytes, 0
     trace.blocks = [
-        replace(block, num_bytes=sizes[ident]) if ident in sizes else block for ident, block in enumerate(trace.blocks)
+        block._replace(num_bytes=sizes[ident]) if ident in sizes else block for ident, block in enumerate(trace.blocks)
     ]
     return trace
 
@@ -168,7 +169,9 @@ class _Copies:
 
     def __init__(self, trace: Trace, visits: list[_Visit], stack: range, start: int, run: LayerRun) -> None:
         self.trace, self.start, self.run = trace, start, run
-        self.like = run.like or (0,) * (run.missing + 1) + (1,)
+        self.last = run.missing + 1
+        """The last middle place."""
+        self.like = run.like or (0,) * self.last + (1,)
         self.visits = {(visit.unit, visit.key): visit for visit in visits if visit.unit in _MIDDLE}
         self.names: dict[int, _Name] = {}
         for visit in visits:
@@ -202,17 +205,17 @@ class _Copies:
         if block.unit < self.start + self.run.period:
             return block
         shift = self.run.missing * self.run.period
-        return _moved(block, shift) if block.unit in stack else replace(block, unit=block.unit + shift)
+        return _moved(block, shift) if block.unit in stack else block._replace(unit=block.unit + shift)
 
     def write(self, out: Trace, visit: _Visit, place: int) -> None:
         """Writes the events of a middle place, copied from the rehearsed unit of its kind."""
         unit = self.like[place] + 1
-        visit = self.visits[unit, visit.key]
+        visit, shift = self.visits[unit, visit.key], (place + 1 - unit) * self.run.period
         for at in visit.events:
             ident, is_new = self.trace.events[at]
             layer = self.trace.units[at]
-            moved = layer if layer == OUTSIDE else layer + (place + 1 - unit) * self.run.period
-            out.note(self._seen_from(ident, unit, place), is_new, moved, self.trace.instants[at])
+            moved = layer if layer == OUTSIDE else layer + shift
+            out.note(self._seen_from(ident, unit, place), is_new, moved, visit.instant)
 
     def write_elsewhere(self, out: Trace, visit: _Visit) -> None:
         for at in visit.events:
@@ -229,46 +232,54 @@ class _Copies:
         if unit not in _MIDDLE:
             yield ident
         elif visit.unit == _NO_UNIT:
-            places = range(self.run.missing + 1) if unit == 1 else (self.run.missing + 1,)
+            places = range(self.last) if unit == 1 else (self.last,)
             yield from (self._copy(name, place) for place in places)
         else:
-            yield self._copy(name, unit - 1 if visit.unit < 1 else self.run.missing + unit - 1)
+            yield self._copy(name, unit - 1 if visit.unit < 1 else self.last + unit - 2)
 
     def _seen_from(self, ident: int, own: int, place: int) -> int:
         """Translates `ident`, as seen from the rehearsed unit `own`, to a unit in this place."""
         unit, name = self.names[ident]
         if unit == _NO_UNIT:
-            if self.run.like or place != (own - 1) * (self.run.missing + 1):
+            if self.run.like or place != (own - 1) * self.last:
                 raise LayersDiffer(f"a repeated layer frees {self.trace.blocks[ident].operation}, which has no layer")
             return ident
-        wanted, last = place + unit - own, self.run.missing + 1
-        beside = wanted + 1 if wanted < 0 else wanted - last + 2
-        found = self._copy(name, wanted) if 0 <= wanted <= last else self.idents.get((beside, name))
+        wanted = place + unit - own
+        beside = wanted + 1 if wanted < 0 else wanted - self.last + 2
+        found = self._copy(name, wanted) if 0 <= wanted <= self.last else self.idents.get((beside, name))
         if found is None or self.blocks[found].num_bytes != self.trace.blocks[ident].num_bytes:
             raise LayersDiffer(f"two equal layers differ at {self.trace.blocks[ident].operation}")
         return found
 
     def _copy(self, name: _Place, place: int) -> int:
+        key = (name, place)
+        if (found := self.made.get(key)) is None:
+            found = self.made[key] = self._make_copy(name, place)
+        return found
+
+    def _make_copy(self, name: _Place, place: int) -> int:
         original = self.idents.get((self.like[place] + 1, name))
         if original is None:
             raise LayersDiffer("a layer frees what its neighbour does not allocate")
-        if place == self.like[place] * (self.run.missing + 1):
+        if place == self.like[place] * self.last:
             return original
-        key = (name, place)
-        if key not in self.made:
-            self.made[key] = len(self.blocks)
-            self.blocks.append(_moved(self.trace.blocks[original], (place - self.like[place]) * self.run.period))
-            if original in self.categories:
-                self.categories[self.made[key]] = self.categories[original]
-        return self.made[key]
+        self.blocks.append(_moved(self.trace.blocks[original], (place - self.like[place]) * self.run.period))
+        ident = len(self.blocks) - 1
+        if original in self.categories:
+            self.categories[ident] = self.categories[original]
+        return ident
 
 
 def _moved(block: Block, shift: int) -> Block:
     """Moves the block to another layer, with that layer's number in the module's name."""
     if block.unit == OUTSIDE:
         return block
-    module = re.sub(r"(?<=\.)\d+\b", lambda number: str(int(number[0]) + shift), block.module, count=1)
-    return replace(block, unit=block.unit + shift, module=module)
+    return block._replace(unit=block.unit + shift, module=_renumbered(block.module, shift))
+
+
+@lru_cache(maxsize=1 << 16)
+def _renumbered(module: str, shift: int) -> str:
+    return re.sub(r"(?<=\.)\d+\b", lambda number: str(int(number[0]) + shift), module, count=1)
 
 
 def find_inconsistencies(trace: Trace) -> Iterator[str]:

@@ -43,6 +43,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Called modules, and whether gradients were enabled in any call."""
         self._kernels = kernels
         self._alive: dict[int, int] = {}
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """By storage: calls when it is freed."""
         self._unit_of: dict[int, int] = {}
         """Layer by storage: what the update computes from a tensor belongs to the tensor's layer."""
         self._stack: list[Place] = [NOWHERE]
@@ -150,13 +152,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False
         ident = self.trace.allocate(Block(num_bytes, self._instant, module, self.last[1], unit), unit)
         self._alive[key], self._unit_of[key] = ident, unit
-        weakref.finalize(storage, self._died, key, ident)
+        self._watched[key] = weakref.ref(storage, lambda _: self._died(key, ident))
         return True
 
     def _died(self, key: int, ident: int) -> None:
         if self._alive.get(key) == ident:
             unit = self._unit_of.pop(key)
-            del self._alive[key]
+            del self._alive[key], self._watched[key]
             # the update proceeds from tensor to tensor; otherwise a free belongs to the layer being executed
             self.trace.free(ident, unit if self._instant == "update" else self._unit, self._instant)
 
@@ -214,7 +216,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def finish(self) -> Trace:
         """Ends the recording: Python may free what is still alive at any time."""
-        self._alive.clear()
+        self._watched.clear()
         return self.trace
 
     def name(self, tensors: Iterable[Tensor], category: str) -> None:

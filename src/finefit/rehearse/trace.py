@@ -26,8 +26,7 @@ class Cost(NamedTuple):
     is_attention: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """One allocation: the instant, module and operation that made it, and its layer."""
 
     num_bytes: int
@@ -79,7 +78,7 @@ class Trace:
             operations.setdefault((instant, unit if unit < num_layers else OUTSIDE), Counter()).update(kinds)
         return replace(
             self,
-            blocks=[block if block.unit < num_layers else replace(block, unit=OUTSIDE) for block in self.blocks],
+            blocks=[block if block.unit < num_layers else block._replace(unit=OUTSIDE) for block in self.blocks],
             units=[unit if unit < num_layers else OUTSIDE for unit in self.units],
             costs=costs,
             operations=operations,
@@ -87,7 +86,7 @@ class Trace:
 
     def with_workspaces(self, num_bytes: int) -> "Trace":
         """Returns the trace for a card whose libraries use workspaces of another size."""
-        resized = (replace(one, num_bytes=num_bytes) if one.instant == WORKSPACE else one for one in self.blocks)
+        resized = (one._replace(num_bytes=num_bytes) if one.instant == WORKSPACE else one for one in self.blocks)
         return replace(self, blocks=list(resized))
 
     def num_operations(self) -> int:
@@ -100,7 +99,8 @@ class Trace:
 
     def stream(self) -> list[tuple[int, int]]:
         """Returns events for the allocator: (ident, bytes), with 0 bytes for a free."""
-        return [(ident, self.blocks[ident].num_bytes if is_new else 0) for ident, is_new in self.events]
+        sizes = [block.num_bytes for block in self.blocks]
+        return [(ident, sizes[ident] if is_new else 0) for ident, is_new in self.events]
 
     def category(self, ident: int) -> str:
         return self.categories.get(ident) or _CATEGORIES.get(self.blocks[ident].instant, "temporary")
@@ -163,7 +163,7 @@ def sharded(trace: Trace, sharding: Sharding, count: int, *, gathers_halves: boo
     weights up to a limit."""
     divided = _DIVIDED[sharding]
     blocks = [
-        replace(block, num_bytes=-(-block.num_bytes // count))
+        block._replace(num_bytes=-(-block.num_bytes // count))
         if trace.category(ident) in divided or (block.operation == WARM_UP and divided)
         else block
         for ident, block in enumerate(trace.blocks)
