@@ -335,7 +335,7 @@ def test_pinning_never_asks_the_hub_where_the_branch_may_have_moved(monkeypatch:
     def download(*_: object, local_files_only: bool, **__: object) -> str:
         return f"snapshots/{OLDER if local_files_only else COMMIT}"
 
-    monkeypatch.setattr("finefit.data.files.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert pin_hub_path("hf://datasets/owner/name") == f"hf://datasets/owner/name@{OLDER}"
 
 
@@ -405,7 +405,7 @@ def test_errors_of_the_hub_tell_what_to_do(tmp_path: Path, monkeypatch: pytest.M
         def refuse(*_: object, error: Exception = error, **__: object) -> str:
             raise error
 
-        monkeypatch.setattr("finefit.data.files.snapshot_download", refuse)
+        monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
         fault = _fault("hf://datasets/owner/name", tmp_path)
         assert fault.problem == problem
         assert remedy in fault.remedy

@@ -9,7 +9,6 @@ from threading import Thread
 import pytest
 
 from finefit.errors import ModelError
-from finefit.model import resolve_model
 from finefit.preflight.model import require_model, require_model_here
 from finefit.spec.models import FolderModel, HubModel
 from tests.conftest import make_model_folder
@@ -21,7 +20,7 @@ HUB = HubModel(kind="hub", id="someone/tiny")
 def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a model on the hub, as far as it was downloaded."""
     folder = make_model_folder(tmp_path / "snapshot")
-    monkeypatch.setattr(resolve_model, "snapshot_download", lambda *_, **__: str(folder))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
     return folder
 
 

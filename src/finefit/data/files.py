@@ -17,9 +17,6 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, AnyStr, Final, Literal, TextIO
 from urllib.parse import quote, unquote
 
-import httpx
-from huggingface_hub import errors, snapshot_download
-
 from finefit import bounded
 from finefit.data.columns import Value, listed, printable
 from finefit.errors import DataError
@@ -231,6 +228,9 @@ def _parse_hub_path(path: str) -> _HubPath:
 
 def _snapshot(hub: _HubPath, *, local_files_only: bool = False) -> Path:
     """Returns the folder that holds the commit and has its name."""
+    import httpx  # this and the hub's client take longer to import than local files take to find
+    from huggingface_hub import errors, snapshot_download
+
     # In the hub's patterns a star matches across folders, so this matches at least what is looked for afterwards.
     wanted = [hub.inside, hub.inside.replace("**/", ""), f"{hub.inside}/*"]
     if not hub.inside:

@@ -16,10 +16,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import httpx
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub import errors as hub_errors
-
 from finefit import bounded
 from finefit.artifacts.cache import cached_folder
 from finefit.errors import ModelError, first_line
@@ -58,12 +54,6 @@ _TOKENIZERS = tuple(
     name for name in files.TEXT_FILES if name.startswith(("tokenizer.", "vocab.", "spiece.", "sentencepiece."))
 )
 """The files that hold a vocabulary; any one of them is enough."""
-
-_NOT_ON_HUB = (hub_errors.RepositoryNotFoundError, hub_errors.RevisionNotFoundError, hub_errors.HFValidationError)
-_HUB_UNREACHABLE = (
-    *(hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled, hub_errors.HfHubHTTPError),
-    *(httpx.HTTPError, OSError),
-)
 
 _HUB_SECONDS = 10.0
 
@@ -172,9 +162,12 @@ def commit_of(model: HubModel) -> str:
 
 def files_on_hub(model: HubModel) -> frozenset[str] | None:
     """Names of all files at its revision; None where the hub cannot be asked."""
+    import httpx
+    from huggingface_hub import HfApi, errors
+
     try:
         found = HfApi().model_info(model.id, revision=model.revision, timeout=_HUB_SECONDS)
-    except _HUB_UNREACHABLE:
+    except (errors.OfflineModeIsEnabled, errors.HfHubHTTPError, httpx.HTTPError, OSError):
         return None
     return frozenset(file.rfilename for file in found.siblings or ())
 
@@ -191,15 +184,18 @@ def resolve_start(model: Model, tuning: Tuning, base: Path) -> ResolvedModel:
 
 
 def _download(model: HubModel, wanted: tuple[str, ...]) -> Path:
+    import httpx  # this and the hub's client take longer to import than a cached plan takes to show
+    from huggingface_hub import errors, snapshot_download
+
     try:
         return Path(snapshot_download(model.id, revision=model.revision, allow_patterns=list(wanted)))
-    except hub_errors.GatedRepoError:
+    except errors.GatedRepoError:
         remedy = "accept its terms on the hub, then log in with `hf auth login` or set HF_TOKEN"
         raise ModelError(f"{model.id} is gated", remedy) from None
-    except _NOT_ON_HUB as error:
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
         problem = f"the hub has no model {model.id} at {model.revision}: {first_line(error)}"
         raise ModelError(problem, "check the id; a local folder is `kind: folder`") from None
-    except _HUB_UNREACHABLE as error:
+    except (errors.OfflineModeIsEnabled, errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
         reason = first_line(error)
         problem = f"{model.id} is not in the local cache and the hub cannot be reached: {reason}"
         raise ModelError(problem, "connect, or name a local folder with `model: {kind: folder, path: ...}`") from None

@@ -3,6 +3,7 @@ more rows of shorter prompts within the same number of tokens.
 
 An evaluation has its own process and batching is exact, so it may use the whole card."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ from finefit.rehearse.fake_model import StepConfig, fitting, num_tokens, num_val
 from finefit.rehearse.generation import GenerationRehearsal, extrapolated_bytes, rehearse_answers, rehearse_likelihood
 from finefit.rehearse.layer_kinds import memo_key
 from finefit.rehearse.rehearsal import Rehearsal
-from finefit.spec.models import Tuning
+from finefit.spec.models import Lora, Tuning
 from finefit.spec.schema import AdamW, Evaluation
 from finefit.spec.tasks import Hallucination, LmEval, Perplexity, TruthfulQa
 
@@ -97,7 +98,7 @@ def make_eval_limits(
             for one, rows in sizes
         }
     prompt_tokens = max(prompt_tokens, num_tokens(cfg.config, grids)) if grids else prompt_tokens
-    cfg = replace(cfg, levers=Levers(micro_batch=1), grids=grids)
+    cfg = _without_training(cfg, target, grids)
     known: dict[tuple[Any, ...], EvalBatchLimit] = {}
     limits, shared = {}, shared or SharedRehearsals()
     for one in evaluations:
@@ -110,6 +111,13 @@ def make_eval_limits(
             known[key] = limit
         limits[one.label] = known[key]
     return limits
+
+
+def _without_training(cfg: StepConfig, target: Target, grids: tuple[tuple[int, ...], ...]) -> StepConfig:
+    """Leaves out what answers do not depend on, so that the stages of a pipeline share their rehearsals."""
+    shape = {"adapter": None} if isinstance(cfg.tuning, Lora) else {}
+    answering = step_config(cfg.config, cfg.tuning.model_copy(update=shape), target)
+    return replace(answering, grids=grids, is_deterministic=cfg.is_deterministic)
 
 
 def _generates(evaluation: Evaluation) -> bool:
@@ -205,8 +213,9 @@ def _limit_of(
         tiles = next((tiles for tiles in _TILES if batches.fits(batches.quick(1, prompt, tiles))), _TILES[-1])
     if is_free:  # the largest power of two by allocated memory, which is slightly less than reserved memory
         most = min(_MOST_ROWS[target.device], batches.most_rows(prompt))
-        while 2 * rows <= most and batches.fits(batches.quick(2 * rows, prompt, tiles)):
-            rows *= 2
+        powers = [1 << n for n in range(1, most.bit_length())]
+        too_many = bisect_left(powers, True, key=lambda count: not batches.fits(batches.quick(count, prompt, tiles)))
+        rows = 1 << too_many
     reserved, seconds = batches.full(rows, prompt, tiles)
     while rows > 1 and is_free and not batches.fits(reserved):
         rows //= 2

@@ -44,12 +44,15 @@ from finefit.plan.forecast import make_forecast
 from finefit.plan.stage_forecasts import LongestPossibleImages, MixtureShape
 from finefit.plan.target import devices_of, find_target, nodes_of, require_same_count
 from finefit.rehearse.fake_model import read_config
+from finefit.rehearse.generation import GenerationRehearsal
 from finefit.rehearse.host_speed import host_speed
 from finefit.spec.data import ImageLimits
 from finefit.spec.load import spec_from_json
 from finefit.vision import auto_class, geometry_of, open_image_processor
 
 Report = Callable[[PlanningProgress], None]
+_answers: dict[str, GenerationRehearsal] = {}
+"""Rehearsals of evaluations that the stages of a pipeline share, for the lifetime of the process."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SIDE_STEP, _LARGEST_SIDE = 28, 4480
 """Sides of the square images that are tried, in pixels."""
@@ -88,7 +91,7 @@ def _forecasts(request: RehearsalRequest, machine: Machine, report: Report) -> l
     targets = [locate(card, machine, spec.precision, host_factor=host_factor) for card in cards]
     if request.budget_bytes is not None:
         targets = [replace(target, budget_bytes=min(target.budget_bytes, request.budget_bytes)) for target in targets]
-    shared = SharedRehearsals()
+    shared = SharedRehearsals(answers=_answers)
     return [
         make_forecast(spec, request.config, request.lengths, target, replace(shared, note=note))
         for target, note in zip(targets, _notes_of(request, report), strict=True)
@@ -99,7 +102,7 @@ def _eval_limits(request: RehearsalRequest, machine: Machine, report: Report) ->
     """Computes the limits of evaluations alone, for one card at a time; their items are divided over all cards."""
     spec, lengths = spec_from_json(request.spec), request.lengths
     prompt, grids = lengths.prompt or lengths.longest, largest_prompt_grids(lengths)
-    found, shared = [], SharedRehearsals()
+    found, shared = [], SharedRehearsals(answers=_answers)
     for card, note in zip(map(parse_card, request.cards), _notes_of(request, report), strict=True):
         target = find_target(card, machine, spec.precision, allocator=request.allocator)
         cfg = step_config(request.config, spec.tuning, target)
