@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from finefit.artifacts.cache import Measurement, cached_folder, cached_record, forget_old, keep_measurement, uncertainty
+from finefit.artifacts.cache import (
+    Measurement,
+    StepTime,
+    cached_folder,
+    cached_record,
+    forget_old,
+    keep_measurement,
+    keep_step_time,
+    time_factor,
+    uncertainty,
+)
 from finefit.artifacts.records import Check, Finding
 from finefit.errors import RunError
 
@@ -70,6 +80,22 @@ def test_a_line_that_a_kill_tore_is_passed_over(place: Path) -> None:
 def test_an_error_above_zero_means_that_too_much_was_predicted() -> None:
     assert _measured("RTX 4090", 110, 100).error == pytest.approx(0.1)
     assert _measured("RTX 4090", 90, 100).error == pytest.approx(-0.1)
+
+
+def _step(card: str, host: str, measured: float) -> StepTime:
+    return StepTime(card=card, host=host, predicted_seconds=2.0, measured_seconds=measured)
+
+
+def test_times_are_corrected_by_the_median_of_runs_on_the_same_card_and_host() -> None:
+    """An outlier does not count, nor do runs elsewhere; what was measured of memory is another matter."""
+    assert time_factor("H200", "a host") is None
+    for measured in (2.4, 2.6, 20.0):
+        keep_step_time(_step("H200", "a host", measured))
+    keep_step_time(_step("H200", "another host", 8.0))
+    keep_step_time(_step("L4", "a host", 8.0))
+    keep_measurement(_measured("H200", 102, 100))
+    assert time_factor("H200", "a host") == pytest.approx(1.3)
+    assert uncertainty("H200") == pytest.approx(0.02)
 
 
 def test_a_record_is_made_once_for_the_same_content() -> None:

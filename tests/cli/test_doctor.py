@@ -213,6 +213,7 @@ def test_the_command_prints_one_json_document_and_exits_by_it() -> None:
     done = subprocess.run([*DOCTOR, "--json"], capture_output=True, text=True, check=False)
     read = json.loads(done.stdout)
     assert {"machine", "devices", "findings", "ready"} <= read.keys()
+    assert 0.5 <= read["host_factor"] <= 3
     assert read["devices"][0]["name"] == "cpu"
     assert done.returncode == (0 if read["ready"] else 1), done.stderr
 
@@ -220,6 +221,7 @@ def test_the_command_prints_one_json_document_and_exits_by_it() -> None:
 def test_the_command_without_a_terminal_prints_plain_lines_and_ends_with_the_verdict() -> None:
     done = subprocess.run(DOCTOR, capture_output=True, text=True, check=False, env=os.environ | {"NO_COLOR": "1"})
     assert "\x1b" not in done.stdout
+    assert "x the time of the reference host for small operations" in done.stdout
     assert done.stdout.splitlines()[-1].startswith(("ready to train on", "not ready to train"))
 
 
@@ -228,4 +230,5 @@ def test_the_command_works_where_torch_cannot_be_imported() -> None:
     done = subprocess.run([*DOCTOR[:-1], hidden, "--json"], capture_output=True, text=True, check=False)
     read = json.loads(done.stdout)
     assert "torch cannot be imported" in read["findings"][0]["problem"]
+    assert read["host_factor"] is None
     assert done.returncode == 1

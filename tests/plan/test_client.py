@@ -12,10 +12,20 @@ from typing import get_args
 import psutil
 import pytest
 
+from finefit.artifacts.cache import StepTime, host_here, keep_step_time
 from finefit.artifacts.forecasts import Lengths, PlanningProgress, RehearsalRequest, RehearsalResult
 from finefit.errors import ModelError
+from finefit.facts.cards import parse_card
 from finefit.plan import client
-from finefit.plan.client import PlannerProcess, ask, forecast, observed_planning, shared_planner, visible_cards
+from finefit.plan.client import (
+    PlannerProcess,
+    as_measured,
+    ask,
+    forecast,
+    observed_planning,
+    shared_planner,
+    visible_cards,
+)
 from finefit.plan.stage_forecasts import row_lengths
 from finefit.plan.worker import JOBS
 from finefit.rehearse.fake_model import StepConfig
@@ -23,6 +33,7 @@ from finefit.rehearse.rehearsal import Rehearsal
 from finefit.rehearse.rehearsal import rehearse as rehearse_step
 from finefit.spec.load import load_spec, parse_spec, spec_to_json
 from tests.conftest import make_rows, write_jsonl
+from tests.forecasts import make_forecast
 from tests.rehearse.conftest import make_config
 
 SHAPE = "model={kind: shape, config: {model_type: llama}}"
@@ -309,3 +320,20 @@ def test_what_a_cached_plan_needs_loads_no_torch() -> None:
     modules = "finefit.plan.client, finefit.plan.prepared_data, finefit.plan.stage_costs"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_times_are_those_that_earlier_runs_on_this_card_and_host_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory and levers stay, and so does a plan for another card."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = make_forecast(card="H200", step_seconds=2.0, tokens_per_second=100.0, total_seconds=20.0, cost=3.0)
+    assert as_measured(found, parse_card("H200")) == found
+    keep_step_time(StepTime(card="H200", host=host_here(), predicted_seconds=1.0, measured_seconds=1.5))
+    now = as_measured(found, parse_card("H200"))
+    assert (now.step_seconds, now.total_seconds, now.cost) == (3.0, 30.0, 4.5)
+    assert now.tokens_per_second == pytest.approx(100 / 1.5)
+    assert "1.50 x the prediction" in now.notes[-1]
+    assert (now.peak_bytes, now.levers) == (found.peak_bytes, found.levers)
+    other = replace(found, card="L4")
+    assert as_measured(other, parse_card("L4")) == other

@@ -165,6 +165,20 @@ def test_the_global_batch_is_never_changed(budget: float) -> None:
 
 
 @pytest.mark.parametrize("budget", LADDER)
+def test_candidates_to_be_timed_fit_and_have_other_micro_batches(budget: float) -> None:
+    """At most two beside the chosen one, by predicted time."""
+    evaluator, choice = _chosen(budget)
+    assert len(choice.others) <= 2
+    assert all(evaluator.fits(one) for one in choice.others)
+    micro_batches = [one.levers.micro_batch for one in (choice.candidate, *choice.others)]
+    assert len(set(micro_batches)) == len(micro_batches)
+    seconds = [one.step_seconds for one in choice.others]
+    assert seconds == sorted(seconds)
+    if budget == max(LADDER):
+        assert len(choice.others) == 1  # of steps with two rows
+
+
+@pytest.mark.parametrize("budget", LADDER)
 def test_lossy_levers_are_never_pulled_by_themselves(budget: float) -> None:
     cfg = _chosen(budget)[1].candidate.cfg
     assert (cfg.tuning, cfg.optimizer, cfg.tokens, cfg.supervised) == (

@@ -157,6 +157,22 @@ def test_a_mac_is_planned_as_its_processor_with_a_word_about_its_gpu() -> None:
     assert "finefit does not use Apple's GPU (MPS): this is a plan for the CPU" in found.notes
 
 
+def test_a_budget_is_compared_at_the_rates_of_the_card_that_is_here() -> None:
+    """The run trains on that one; its memory is still no more than what was asked for."""
+    found = _target("24GiB", machine=_machine(_card()))
+    assert (found.rates, found.budget_bytes) == (_target("RTX 4090").rates, _target("24GiB").budget_bytes)
+    assert found.notes[-1] == "times are those of a budget of 24GiB on the RTX 4090 of this machine"
+    assert _target("24GiB", machine=_machine(_card("a card of tomorrow"))).rates is None
+
+
+def test_only_a_card_in_this_machine_has_this_hosts_speed() -> None:
+    def factor(card: str) -> float | None:
+        found = find_target(parse_card(card), _machine(_card()), "auto", host_factor=1.7)
+        return None if found.rates is None else found.rates.host_factor
+
+    assert [factor(card) for card in ("auto", "24GiB", "A100-80GB")] == [1.7, 1.7, 1.0]
+
+
 def test_auto_takes_what_the_card_here_has_free() -> None:
     found = _target("auto", machine=_machine(_card(free_bytes=20 * GIB)))
     assert (found.device, found.capability, found.count) == ("cuda", (8, 9), 1)

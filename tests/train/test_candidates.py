@@ -1,20 +1,24 @@
 """Candidates are timed before the first step, on a CPU as on a card; the training that follows is as if they had not
 been."""
 
+import os
 import re
 import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import pytest
 
+from finefit.artifacts.atomic import read_lines, read_steps
+from finefit.artifacts.cache import host_here
 from finefit.artifacts.forecasts import LeverCandidate
 from finefit.artifacts.records import Levers, read_record, write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.artifacts.stage_records import Stage, StageResult, TrainState
-from finefit.train import candidates
+from finefit.train import candidates, worker
 from tests.faults import TRAINING, Job, Outcome, at_step, events, finish, make_job, outcome, send_self, start, words
 from tests.train.test_oom_recovery import in_training, run_out
 
@@ -109,3 +113,22 @@ def test_a_candidate_that_does_not_fit_is_not_taken(job: Job, untimed: dict[Leve
     (told,) = events(where, "levers_timed")
     assert [one["seconds"] is None for one in told["candidates"]] == [False, True]
     assert outcome(where) == untimed[PLANNED]
+
+
+def test_what_steps_took_is_kept_for_later_plans(job: Job) -> None:
+    """Beside the prediction of the levers that were taken, in the run and in the user's cache."""
+    where = planned(job, PLANNED, OTHER, step_seconds=2.0)
+    cache = where.run / "cache"
+
+    def prepare() -> None:
+        allow(slow=PLANNED)
+        os.environ["XDG_CACHE_HOME"] = str(cache)
+        setattr(worker, "measured_card", lambda *_, **__: "a card of tests")  # noqa: B010
+
+    run(where, prepare)
+    (told,) = events(where, "step_time")
+    steps = [line["seconds"] for line in read_steps(where.metrics)][2:]
+    seconds = {"predicted_seconds": 2.0, "measured_seconds": median(steps)}
+    assert seconds.items() <= told.items()
+    kept = [line for line in read_lines(cache / "finefit" / "measurements.jsonl") if "predicted_seconds" in line]
+    assert [line | seconds | {"host": host_here()} for line in kept] == kept != []

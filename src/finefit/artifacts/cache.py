@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import TypeVar
 
 import finefit
@@ -17,12 +18,15 @@ from finefit.artifacts.atomic import Journal, publish, read_lines, staged_folder
 from finefit.artifacts.records import Record, read_record, write_record
 from finefit.errors import DiskFull, RunError
 from finefit.facts.files import finefit_cache
+from finefit.facts.machine import CPUINFO, count_cores, read_cpu_model
 
 R = TypeVar("R", bound=Record)
 
 WORTH_A_WARNING = 0.03
 _PACKAGES = ("torch", "transformers", "peft")
 _ABANDONED_SECONDS = 86400
+_LATEST_RUNS = 10
+"""Runs that correct predicted times; earlier ones may have had other settings of card and host."""
 
 
 def content_key(content: object) -> str:
@@ -142,6 +146,39 @@ def uncertainty(card: str) -> float | None:
         if (line.get("card"), line.get("versions")) == (card, _versions()) and "predicted_bytes" in line
     )
     return max(errors, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """The median step of a run beside its prediction."""
+
+    card: str
+    host: str
+    """`host_here` of the machine with the card."""
+    predicted_seconds: float
+    measured_seconds: float
+
+
+def keep_step_time(found: StepTime) -> None:
+    with Journal(_measurements()) as journal:
+        journal.write(**asdict(found), versions=_versions())
+
+
+def time_factor(card: str, host: str) -> float | None:
+    """Measured by predicted time: the median of the latest runs on this card and host with the installed versions; None
+    without a run."""
+    factors = [
+        line["measured_seconds"] / line["predicted_seconds"]
+        for line in read_lines(_measurements())
+        if (line.get("card"), line.get("host"), line.get("versions")) == (card, host, _versions())
+        and "predicted_seconds" in line
+    ]
+    return median(factors[-_LATEST_RUNS:]) if factors else None
+
+
+def host_here() -> str:
+    """The same for machines of one kind, such as the containers of one server."""
+    return f"{read_cpu_model(CPUINFO)}, {count_cores()} cores"
 
 
 def _measurements() -> Path:

@@ -178,7 +178,7 @@ class Forecast(Record):
     towers: dict[str, TowerSize] = field(default_factory=dict)
     """The towers of a vision-language model: language, vision, projector."""
     candidates: tuple[LeverCandidate, ...] = ()
-    """The chosen levers, and those that come next by predicted time; empty if the run would not time them."""
+    """The chosen levers, and those that come next by predicted time; empty for several cards, and on a CPU."""
 
     def predicted_bytes(self, device: str) -> int:
         """The value that a training's measured peak is compared with: reserved memory on a card, all memory of the

@@ -19,6 +19,7 @@ PACKAGES = (
     *("liger-kernel", "bitsandbytes", "deepspeed", "cyllama", "xllamacpp", *CONVERTERS, "submitit", "lm-eval"),
     *("trl", "datasets"),
 )
+CPUINFO = Path("/proc/cpuinfo")
 MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Files with a container's memory limit: cgroup v2, then v1."""
 MEMORY_USED = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
@@ -89,7 +90,7 @@ def read_machine() -> Machine:
         host=platform.node(),
         platform=platform.platform(),
         python=platform.python_version(),
-        cpu_model=read_cpu_model(Path("/proc/cpuinfo")),
+        cpu_model=read_cpu_model(CPUINFO),
         num_cores=count_cores(),
         memory_bytes=read_memory_bytes(MEMORY_LIMITS),
         cards=cards,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finefit import bounded
-from finefit.artifacts.cache import cached_record, source_digest, uncertainty
+from finefit.artifacts.cache import cached_record, host_here, source_digest, time_factor, uncertainty
 from finefit.artifacts.forecasts import (
     EvalBatchLimit,
     Forecast,
@@ -29,7 +29,7 @@ from finefit.artifacts.forecasts import (
 from finefit.artifacts.processes import allocator_setting
 from finefit.artifacts.stage_records import Subject
 from finefit.errors import FinefitError, ModelError
-from finefit.facts.cards import parse_card
+from finefit.facts.cards import CardKind, CardRequest, find_kind, parse_card
 from finefit.facts.machine import MEMORY_LIMITS, count_cores, read_memory_bytes, read_version
 from finefit.facts.nvml import read_cards
 from finefit.model.resolve_model import read_stub
@@ -171,7 +171,36 @@ def forecast(
     launcher's number for ranks that were already started."""
     asked, config = spec_to_json(_relevant(spec, nodes)), read_stub(spec.model, base).config
     request = RehearsalRequest(spec=asked, config=config, cards=cards, lengths=lengths, budget_bytes=budget_bytes)
-    return tuple(replace(found, uncertainty=uncertainty(found.card)) for found in _answer(request).forecasts)
+    pairs = zip(_answer(request).forecasts, map(parse_card, cards), strict=True)
+    return tuple(as_measured(replace(found, uncertainty=uncertainty(found.card)), card) for found, card in pairs)
+
+
+def as_measured(found: Forecast, card: CardRequest) -> Forecast:
+    """With times as earlier runs on this card and host took. A budget alone means a part of the card here."""
+    names = [kind.name for kind in _kinds_here()] if card.kind is None else [found.card]
+    factor = time_factor(names[0], host_here()) if names else None
+    if factor is None or found.step_seconds is None:
+        return found
+
+    note = f"times are {factor:.2f} x the prediction, as in earlier runs on {names[0]} in this host"
+
+    def scaled(seconds: float | None) -> float | None:
+        return None if seconds is None else seconds * factor
+
+    return replace(
+        found,
+        step_seconds=scaled(found.step_seconds),
+        tokens_per_second=found.tokens_per_second and found.tokens_per_second / factor,
+        total_seconds=scaled(found.total_seconds),
+        cost=scaled(found.cost),
+        suggestions=tuple(replace(one, step_seconds=scaled(one.step_seconds)) for one in found.suggestions),
+        notes=(*found.notes, note),
+    )
+
+
+def _kinds_here() -> list[CardKind]:
+    found = (find_kind(card.name, card.memory_bytes) for card in read_cards()[0])
+    return [kind for kind in found if kind is not None]
 
 
 def eval_limits_here(

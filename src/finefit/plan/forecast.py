@@ -327,11 +327,11 @@ class _Verdict:
         return step, total
 
     def _candidates(self) -> tuple[LeverCandidate, ...]:
-        """The chosen levers and the others that a run can time; none if there are no others."""
-        chosen = self.choice.candidate
-        found = (chosen, *self.choice.others) if self.choice.others else ()
-        if not found:
+        """The chosen levers and the others that a run can time; none for several cards, or on a CPU."""
+        chosen, target = self.choice.candidate, self.choice.evaluator.target
+        if target.device != "cuda" or target.count > 1:
             return ()
+        found = (chosen, *self.choice.others)
         share = self._mean_step_seconds() / chosen.step_seconds  # the others take as much less for rows of mean length
         return tuple(
             LeverCandidate(

@@ -8,9 +8,12 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import median
 
 import torch
 
+from finefit.artifacts.atomic import read_steps
+from finefit.artifacts.cache import StepTime, host_here, keep_step_time
 from finefit.artifacts.records import Levers
 from finefit.artifacts.stage_records import TrainState
 from finefit.data.order import rows_of_step
@@ -26,6 +29,8 @@ MAX_SHARE, MAX_SECONDS = 0.01, 60.0
 """Share of the planned run, and seconds, that timing may take."""
 _PASSES = 3
 """Passes over the same rows: one warms up (kernels are compiled and tuned), the faster of the others counts."""
+_WARM_UP_STEPS, _LEAST_STEPS = 2, 5
+"""Steps that a run's median leaves out, and how many it needs beside them."""
 
 
 def take_fastest(ctx: TrainContext, state: TrainState) -> None:
@@ -69,6 +74,18 @@ def take_fastest(ctx: TrainContext, state: TrainState) -> None:
         seconds=round(time.perf_counter() - began, 3),
     )
     ctx.lever_changes.add(0, fastest)
+
+
+def record_step_time(ctx: TrainContext, state: TrainState) -> None:
+    """Keeps what a step took beside its prediction, for later plans on this card and host; not for a run with few steps
+    or with levers that were never predicted."""
+    steps = [float(line["seconds"]) for line in read_steps(ctx.saver.where.metrics)][_WARM_UP_STEPS:]
+    predicted = [one.step_seconds for one in ctx.stage.candidates if one.levers == state.levers]
+    if ctx.measured_card is None or len(steps) < _LEAST_STEPS or not predicted:
+        return
+    seconds = {"predicted_seconds": predicted[0], "measured_seconds": median(steps)}
+    keep_step_time(StepTime(card=ctx.measured_card, host=host_here(), **seconds))
+    ctx.metrics.write(event="step_time", step=state.step, **seconds)
 
 
 def _rows(ctx: TrainContext) -> list[int]:

@@ -45,6 +45,7 @@ from finefit.step.levers import apply_levers
 from finefit.step.state import frozen_checksums, make_optimizer, require_frozen_unchanged
 from finefit.train.audit import Audit
 from finefit.train.batches import prove_sum
+from finefit.train.candidates import record_step_time
 from finefit.train.context import (
     LeverChanges,
     SpikeDetector,
@@ -88,6 +89,7 @@ def run_stage(
                 began = time.perf_counter()
                 with ctx.watchdog, ctx.usage, Tracking(where, stage.trackers if ranks.is_first else (), metrics.write):
                     state = train(ctx, state)
+                record_step_time(ctx, state)
             record_routing(ctx, where, state.step)
             unmoved = require_frozen_unchanged(ctx.frozen, ctx.model)
             note_memory("end", state.step)
