@@ -42,7 +42,6 @@ _EVENTS = {
     "worst_does_not_fit": (
         "the longest rows with the most supervised tokens do not fit: a later step may run out of memory"
     ),
-    "levers_timed": "{rows} rows were timed with several sets of levers: {levers}",
     "oom_recovered": "step {step} ran out of memory; the same rows are repeated with {levers}",
     "validation_oom_recovered": (
         "step {step}: validation ran out of memory; it now runs with {levers}, and training is unchanged"
@@ -80,11 +79,11 @@ def describe_event(line: Line) -> str | None:
     """One line for an event in `metrics.jsonl` that a user should know of; None if there is nothing to report."""
     step, event = f"step {line.get('step')}", line.get("event")
     if event in _EVENTS:
-        before, after = line.get("before", {}), line.get("after", {})
-        changed = (name for name in after if after[name] != before.get(name))
-        levers = ", ".join(f"{name} {before.get(name)} -> {after[name]}" for name in changed)
-        return _EVENTS[event].format(**{"step": None} | line | {"levers": levers})
+        return _EVENTS[event].format(**{"step": None} | line | {"levers": _changed_levers(line)})
     match event:
+        case "levers_timed" if levers := _changed_levers(line):
+            count = len(line["candidates"])
+            return f"of {count} plans timed on the first {line['rows']} rows, another is faster: {levers}"
         case "amended":
             return f"after {step}: {line['note'] or ', '.join(line['changes'])}"
         case "tracker_failed":
@@ -113,6 +112,12 @@ def describe_event(line: Line) -> str | None:
             held_out = "held-out" if line["held_out"] else "trained"
             return f"{step}: first choices of {held_out} tokens: {'; '.join(shown)}"
     return None
+
+
+def _changed_levers(line: Line) -> str:
+    before, after = line.get("before", {}), line.get("after", {})
+    changed = (name for name in after if after[name] != before.get(name))
+    return ", ".join(f"{name} {before.get(name)} -> {after[name]}" for name in changed)
 
 
 def _few(names: list[str]) -> str:

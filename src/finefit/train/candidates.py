@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -42,38 +43,45 @@ def take_fastest(ctx: TrainContext, state: TrainState) -> None:
     if allowed is None:
         return
     began, random_before = time.perf_counter(), random_state()
-    seconds: dict[Levers, float] = {}
-    for one in ctx.stage.candidates:
-        spent = time.perf_counter() - began
-        if spent + spent / max(1, len(seconds)) <= allowed:
-            seconds[one.levers] = _seconds(ctx, one.levers, rows)
+    seconds = _timed(ctx, rows, allowed)
     restore_random(random_before)
-    fastest = min(seconds, key=lambda levers: seconds[levers])
-    if not math.isfinite(seconds[fastest]):  # none fits now, and the first step recovers
-        fastest = state.levers
     ctx.forward.change(state.levers)
     if ctx.stage.device == "cuda":  # the peak of the run is that of its own levers
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    told = [
+    fastest = min(seconds, key=lambda levers: seconds[levers])
+    if not math.isfinite(seconds[fastest]):  # none fits now, and the first step recovers
+        fastest = state.levers
+    took = round(time.perf_counter() - began, 3)
+    before, after, told = asdict(state.levers), asdict(fastest), _described(ctx, seconds, len(rows))
+    ctx.metrics.write(
+        event="levers_timed", step=0, before=before, after=after, rows=len(rows), candidates=told, seconds=took
+    )
+    ctx.lever_changes.add(0, fastest)
+
+
+def _timed(ctx: TrainContext, rows: Sequence[int], allowed: float) -> dict[Levers, float]:
+    """Seconds by levers, of as many candidates as the time allows."""
+    seconds: dict[Levers, float] = {}
+    began = time.perf_counter()
+    for one in ctx.stage.candidates:
+        spent = time.perf_counter() - began
+        if spent + spent / max(1, len(seconds)) <= allowed:
+            seconds[one.levers] = _seconds(ctx, one.levers, rows)
+    return seconds
+
+
+def _described(ctx: TrainContext, seconds: dict[Levers, float], num_rows: int) -> list[dict[str, Any]]:
+    """Prediction and measurement of the same rows; no measurement of a candidate that did not fit."""
+    return [
         {
             "levers": asdict(one.levers),
-            "predicted_seconds": round(one.step_seconds * _share(ctx, len(rows)), 5),
-            "seconds": _finite(seconds[one.levers]),
+            "predicted_seconds": round(one.step_seconds * _share(ctx, num_rows), 5),
+            "seconds": round(seconds[one.levers], 5) if math.isfinite(seconds[one.levers]) else None,
         }
         for one in ctx.stage.candidates
         if one.levers in seconds
     ]
-    ctx.metrics.write(
-        event="levers_timed",
-        step=0,
-        before=asdict(state.levers),
-        after=asdict(fastest),
-        rows=len(rows),
-        candidates=told,
-        seconds=round(time.perf_counter() - began, 3),
-    )
-    ctx.lever_changes.add(0, fastest)
 
 
 def record_step_time(ctx: TrainContext, state: TrainState) -> None:
@@ -136,8 +144,3 @@ def _pass_seconds(ctx: TrainContext, levers: Levers, batches: Sequence[Batch]) -
     began = time.perf_counter()
     found = attempt(run, ctx, levers)
     return math.inf if isinstance(found, OutOfMemory) else time.perf_counter() - began
-
-
-def _finite(seconds: float) -> float | None:
-    """None if the candidate did not fit."""
-    return round(seconds, 5) if math.isfinite(seconds) else None
