@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all e2e lint browser soak clean
+.PHONY: demo test test-all e2e lint docs browser soak clean
 
 demo: $(READY)
 	$(BIN)/finefit demo
@@ -28,6 +28,10 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site, in site/; a warning is an error. `make docs SERVE=1` shows it and follows changes.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(if $(SERVE),serve,build --strict)
 
 # For the tests of pages in a browser, which are skipped where it is not there.
 browser:
