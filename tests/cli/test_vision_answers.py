@@ -10,7 +10,8 @@ from finefit.artifacts.rundir import RunDir
 from finefit.data.image_check import load_image
 from finefit.data.rows import key_of, read_items
 from finefit.review.items import RunTarget, read_image, review_set_of_runs
-from finefit.run.evaluation import EvalArgs, open_evaluation
+from finefit.run.eval_args import EvalArgs
+from finefit.run.evaluation import open_evaluation
 from tests.cli.conftest import Finefit
 from tests.conftest import write_jsonl
 from tests.data.image_rows import ASKED, asked, draw

@@ -3,10 +3,6 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
@@ -16,70 +12,18 @@ from pydantic import ValidationError
 
 from finefit.artifacts.stage_records import EvalItem
 from finefit.errors import Resumable, RunError, SpecError
-from finefit.evaluate.judge import RetryPolicy, judge_items, with_current_marks
+from finefit.evaluate.judge import judge_items, with_current_marks
+from finefit.evaluate.openai_client import RetryPolicy
 from finefit.evaluate.score import score_item, summarise
 from finefit.spec.schema import Evaluation
-from finefit.spec.tasks import Judge
+from finefit.spec.served import Judge
 from finefit.tasks import NoResult, Reply, Task
 from finefit.tasks.judge_marks import judge_question, mark_in
 from finefit.tasks.make import make_task
+from tests.evaluate.addresses import Address, address, said
 from tests.tasks.task_rows import make_row
 
 QUICK = RetryPolicy(attempts=3, first_seconds=0.01, longest_seconds=0.05, reply_seconds=0.5)
-Answer = Callable[[int, dict[str, Any]], tuple[int, str]]
-"""(how many were asked before, what is asked) -> status and body."""
-
-
-@dataclass
-class Address:
-    url: str
-    asked: list[dict[str, Any]] = field(default_factory=list)
-    headers: list[dict[str, str]] = field(default_factory=list)
-    most_at_once: int = 0
-
-
-@contextmanager
-def address(answer: Answer, *, seconds: float = 0.0, headers: dict[str, str] | None = None) -> Iterator[Address]:
-    lock, state, now = threading.Lock(), Address(""), [0]
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            with lock:
-                before = len(state.asked)
-                state.asked.append(body | {"path": self.path})
-                state.headers.append({name.lower(): value for name, value in self.headers.items()})
-                now[0] += 1
-                state.most_at_once = max(state.most_at_once, now[0])
-            time.sleep(seconds)
-            status, text = answer(before, body)
-            with lock:
-                now[0] -= 1
-            self.send_response(status)
-            for name, value in (headers or {}).items():
-                self.send_header(name, value)
-            self.end_headers()
-            with suppress(ConnectionError):  # who asked may be gone
-                self.wfile.write(text.encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    state.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    try:
-        yield state
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def said(text: str | None) -> str:
-    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
 
 
 def marking(_: int, body: dict[str, Any]) -> tuple[int, str]:

@@ -19,23 +19,23 @@ from finefit.artifacts.rundir import RunDir, StageDir, stage_of
 from finefit.artifacts.stage_records import DatasetScores, EvalRequest, Score, Stage
 from finefit.errors import Interrupted, RunError, SpecError
 from finefit.run import evaluation
+from finefit.run.eval_args import EvalArgs, named_evaluations
 from finefit.run.eval_rows import EvalRows
 from finefit.run.evaluation import (
     BatchLimits,
-    EvalArgs,
     evaluate,
     evaluate_after_training,
     evaluate_all,
     evaluations_of,
     label_apart,
-    named_evaluations,
     note_scores,
     open_evaluation,
     request_of,
     track_scores,
 )
 from finefit.spec.schema import Evaluation, Tracker
-from finefit.spec.tasks import CustomTask, Judge, LmEval, Rouge
+from finefit.spec.served import Judge
+from finefit.spec.tasks import CustomTask, LmEval, Rouge
 from tests.conftest import make_rows, write_jsonl
 from tests.evals import make_item, make_result
 

@@ -15,6 +15,7 @@ _DATA = "Rows to use instead of the run's own; required for a model."
 _DEVICE = "By default the run's device, or a GPU if there is one."
 _BASE = "The base model of an adapter, if its config does not name it."
 _ANSWERS = "Score existing answers from this file, each with its prompt or id."
+_SERVER = "Ask an OpenAI-compatible server: its URL, or its settings in YAML."
 _BY = "Metric of the best checkpoint; by default the task's main score."
 
 
@@ -29,6 +30,7 @@ def evaluate(
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Answers at a time; by default as many as fit.")] = None,
     answers: Annotated[Path | None, typer.Option(metavar="FILE", help=_ANSWERS)] = None,
+    server: Annotated[str | None, typer.Option(metavar="URL", help=_SERVER)] = None,
     by: Annotated[str | None, typer.Option(metavar="METRIC", help=_BY)] = None,
     show: Annotated[int, typer.Option(min=0, help="Show this many answers, evenly spaced.")] = 0,
     runs: Runs = Path("runs"),
@@ -46,13 +48,16 @@ def evaluate(
 
       finefit eval my-model/ --data test.jsonl --task exact_match
 
+      finefit eval runs/orders-1 --server http://localhost:8000/v1
+
       finefit eval --answers theirs.jsonl --data test.jsonl --task rouge
     """
     console = open_console(as_json=as_json)
     with console.status("reading model and rows"):
         from finefit.report.live import RunView
         from finefit.report.scores import require_metric, sample_answers, score_boards, scores_document
-        from finefit.run.evaluation import EvalArgs, evaluate_all, open_evaluation
+        from finefit.run.eval_args import EvalArgs
+        from finefit.run.evaluation import evaluate_all, open_evaluation
 
         args = EvalArgs(
             target=target,
@@ -65,6 +70,7 @@ def evaluate(
             max_new_tokens=max_new_tokens,
             batch=batch,
             answers=answers,
+            server=server,
             runs=runs,
         )
         requests = open_evaluation(args)

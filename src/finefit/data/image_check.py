@@ -104,13 +104,17 @@ def image_input(image_processor: ImageProcessor, ref: ImageRef) -> ImageInput:
 
 def load_image(ref: ImageRef) -> PIL.Image.Image:
     """Loads the image in RGB, and raises an error if it has changed since its rows were prepared."""
+    return decode(Image(path=ref.place), content=read_content(ref))
+
+
+def read_content(ref: ImageRef) -> bytes:
+    """Returns the encoded image; for callers to whom a changed image is an error of the data."""
     try:
-        content = read_unchanged(ref)
+        return read_unchanged(ref)
     except RecordError as error:
         whose = f"{ref.row}: its" if ref.row else "the"
         remedy = "restore the image, or start again with --new, which prepares the rows again"
         raise DataError(f"{whose} image {error}", remedy) from None
-    return decode(Image(path=ref.place), content=content)
 
 
 def read_unchanged(ref: ImageRef) -> bytes:

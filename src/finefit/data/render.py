@@ -36,6 +36,8 @@ _RESERVED |= {"add_generation_prompt", "continue_final_message"}
 
 _NO_VISION = ("the row has an image, but this model is text-only", "leave out the row, or the image in it")
 _UNFINISHED = "\ufffd"
+_MAX_STOP_TEXTS = 4
+"""That the completions of an OpenAI-compatible server take."""
 """How a tokenizer decodes the first bytes of a character whose last ones are not written yet."""
 _NEEDS_CHAT = "use a model with a chat template"
 _NO_ANSWER = ("the row has no answer after its prompt", "end the row with an answer")
@@ -97,6 +99,12 @@ class Renderer:
         """The tokens that end generation: the end of a turn, of a text, and those in the model's own settings."""
         end = self._encoder.ids([self._format.closing])[0][-1]
         return tuple(dict.fromkeys((end, int(self.tokenizer.eos_token_id), *self.model_stops)))
+
+    @cached_property
+    def stop_texts(self) -> tuple[str, ...]:
+        """The same for a program that takes text, and no more than four."""
+        texts = (str(self.tokenizer.convert_ids_to_tokens(token)) for token in self.stop_tokens)
+        return tuple(dict.fromkeys(texts))[:_MAX_STOP_TEXTS]
 
     def prompt_text(self, messages: Sequence[Message], *, tools: str = "", image_refs: Sequence[ImageRef] = ()) -> str:
         """Returns the prompt up to the opening of the assistant's turn; images are the template's placeholders."""
@@ -177,10 +185,13 @@ class Renderer:
 
     def decode_answer(self, tokens: Sequence[int]) -> str:
         """Returns the answer that a model generated, without end tokens, reasoning and template text."""
-        form = self._format
         length = next((at for at, token in enumerate(tokens) if token in self._end_tokens), len(tokens))
-        text = self._encoder.decoded(tokens[:length])
-        if length < len(tokens):  # otherwise the answer is unfinished
+        return self.answer_in(self._encoder.decoded(tokens[:length]), has_ended=length < len(tokens))
+
+    def answer_in(self, text: str, *, has_ended: bool) -> str:
+        """Returns the answer in generated text, which another program may have decoded."""
+        form = self._format
+        if has_ended:
             text = text.removesuffix(self._encoder.added.split(form.closing, maxsplit=1)[0])
         if form.opening and text.startswith(form.opening):
             return text[len(form.opening) :]

@@ -162,8 +162,8 @@ def require_images(rows: Sequence[Row]) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     text: str
-    new_tokens: int
-    """Includes the stop token."""
+    new_tokens: int | None
+    """Includes the stop token; None if a server does not count them."""
     is_cut: bool
     """Whether the answer reached max_new_tokens before its end."""
 

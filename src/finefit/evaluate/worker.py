@@ -12,9 +12,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,15 +41,17 @@ from finefit.data.render import open_renderer
 from finefit.data.rows import Row, is_asked, key_of, read_items
 from finefit.errors import FinefitError, Interrupted, Resumable, RunError, WorkerDied, is_out_of_memory
 from finefit.evaluate.batches import ImagePrefetch, require_images
-from finefit.evaluate.generate import AnswerModel, generate
+from finefit.evaluate.generate import AnswerModel, ItemReply, generate
 from finefit.evaluate.judge import judge_items, with_current_marks
 from finefit.evaluate.reuse import answered
-from finefit.evaluate.score import finished, made_with, score_item, summarise
+from finefit.evaluate.score import finished, score_item, summarise
+from finefit.evaluate.server_answers import open_server
 from finefit.facts.machine import read_peak_resident_bytes
 from finefit.model.attention import attention_here, for_answers
 from finefit.model.load import base_bits, load_for_answers, quiet, starting_adapter, weight_dtype
-from finefit.model.resolve_model import ResolvedModel, resolve_start
+from finefit.model.resolve_model import ResolvedModel, has_tokenizer, resolve_start
 from finefit.spec.models import CustomModel
+from finefit.spec.served import Server
 from finefit.step.levers import apply_levers
 from finefit.tasks import Task
 from finefit.tasks.make import make_task
@@ -58,6 +61,8 @@ MODULE = "finefit.evaluate.worker"
 _GRACE_SECONDS = 30.0  # for a child to end after SIGTERM
 _ITEM = TypeAdapter(EvalItem)
 Check = Callable[[], None]
+Ask = Callable[[Task, Mapping[int, Row]], Iterator[ItemReply]]
+"""(task, rows by number) -> their replies, in any order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,20 @@ class EvalJob:
     def paths(self) -> EvalPaths:
         settings = self.request.evaluation
         return self.where.evaluation(settings.label, self.request.checkpoint, settings.limit)
+
+    def warn(self, words: str) -> None:
+        with Journal(self.paths.warnings) as journal:
+            journal.write(warning=words)
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """What an answer depends on, beside the task and the prompt."""
+        settings, made_with = self.request.evaluation, self.request.made_with
+        most = f"at most {settings.max_new_tokens} new tokens"
+        if (server := settings.server) is None:
+            return {**made_with, "decoding": f"greedy, {most}", "precision": self.request.subject.precision}
+        asked = {"server": server.url, "served_model": server.model, "endpoint": server.endpoint}
+        return {**made_with, **asked, "decoding": f"temperature 0, {most}"}
 
 
 def read_job(path: Path) -> EvalJob:
@@ -100,12 +119,12 @@ def evaluate(job: EvalJob) -> EvalResult:
         items = judge_items(task, items, judge, verdicts=job.paths.verdicts, seed=request.subject.seed)
     result = summarise(task, request.checkpoint, items, available=len(asked), seconds=seconds)
     warnings = dict.fromkeys(line.warning for line in read_lines(job.paths.warnings, _WarningLine))
-    decoding = f"greedy, at most {request.evaluation.max_new_tokens} new tokens"
-    signature = {**made_with(), "decoding": decoding, "precision": request.subject.precision}
     predicted = limit.reserved_bytes if request.subject.device == "cuda" else limit.held_bytes
     memory: dict[str, Any] = {"loaded_bytes": cost.loaded_bytes, "peak_bytes": cost.peak_bytes}
     warned = (*warnings, *result.warnings)
-    return replace(result, signature=result.signature | signature, warnings=warned, predicted_bytes=predicted, **memory)
+    return replace(
+        result, signature=result.signature | job.signature, warnings=warned, predicted_bytes=predicted, **memory
+    )
 
 
 def _items_of(job: EvalJob) -> tuple[Task, list[Row], list[int], list[int]]:
@@ -227,20 +246,23 @@ def answer_items(
             problem = f"the items are to be shared over {share.of} cards, and torch sees {found} here"
             raise RunError(problem, "`finefit doctor` says why")
         torch.cuda.set_device(share.number)
-    with _open_model(job, share) as speaker, Journal(job.paths.items_of(share.number)) as items:
-        loaded_bytes, began = held_bytes(device), time.perf_counter()
-        for one in generate(speaker, task, {at: rows[at] for at in todo}):
+    server = job.request.evaluation.server
+    opened = _open_model(job, share) if server is None else _open_server(job, server)
+    with opened as replies, Journal(job.paths.items_of(share.number)) as items:
+        loaded_bytes, began = held_bytes(device) if server is None else None, time.perf_counter()
+        for one in replies(task, {at: rows[at] for at in todo}):
             new_tokens, is_cut = (one.answer.new_tokens, one.answer.is_cut) if one.answer else (None, False)
             row, prompt, reply = rows[one.at], one.prompt, one.reply
             item = score_item(task, one.at, row, prompt=prompt, reply=reply, new_tokens=new_tokens, is_cut=is_cut)
             items.write(**_ITEM.dump_python(item, mode="json"))
             check()
         seconds = time.perf_counter() - began
-        return AnswerCost(seconds=seconds, loaded_bytes=loaded_bytes, peak_bytes=_peak_bytes(device))
+        peak_bytes = _peak_bytes(device) if server is None else None
+        return AnswerCost(seconds=seconds, loaded_bytes=loaded_bytes, peak_bytes=peak_bytes)
 
 
 @contextmanager
-def _open_model(job: EvalJob, share: ItemShare) -> Iterator[AnswerModel]:
+def _open_model(job: EvalJob, share: ItemShare) -> Iterator[Ask]:
     """A vision-language model gets processes that decode images; a user's own model gets images as they are."""
     subject, settings, limit, run = job.request.subject, job.request.evaluation, job.request.batch_limit, job.where.run
     resolved = resolve_start(subject.model, subject.tuning, run)
@@ -264,21 +286,34 @@ def _open_model(job: EvalJob, share: ItemShare) -> Iterator[AnswerModel]:
         if limit.mlp_tiles > 1:
             apply_levers(model, Levers(micro_batch=1, mlp_tiles=limit.mlp_tiles))
         has_images = image_processor is not None and not isinstance(subject.model, CustomModel)
-
-        def warn(words: str) -> None:
-            with Journal(job.paths.warnings) as journal:
-                journal.write(warning=words)
-
-        yield AnswerModel(
+        answer_model = AnswerModel(
             model=model,
             renderer=renderer,
             batch_limit=limit,
             device=subject.device,
             max_new_tokens=settings.max_new_tokens,
             max_prompt_tokens=subject.max_prompt_tokens,
-            warn=warn,
+            warn=job.warn,
             images=ImagePrefetch(factory, workers.submit) if has_images else None,
         )
+        yield partial(generate, answer_model)
+
+
+@contextmanager
+def _open_server(job: EvalJob, server: Server) -> Iterator[Ask]:
+    """Without a tokenizer in the run directory the server gets the messages as they are."""
+    subject, renderer = job.request.subject, None
+    if has_tokenizer(job.where.tokenizer):
+        renderer = open_renderer(job.where.tokenizer, subject.template, template_options=subject.template_options)
+    with open_server(
+        server,
+        renderer=renderer,
+        max_new_tokens=job.request.evaluation.max_new_tokens,
+        max_prompt_tokens=subject.max_prompt_tokens,
+        seed=subject.seed,
+        warn=job.warn,
+    ) as found:
+        yield found.replies
 
 
 def _load(job: EvalJob, resolved: ResolvedModel) -> nn.Module:

@@ -27,7 +27,9 @@ def scored_evaluation(subject: ExportSubject) -> Evaluation | None:
     """The first of the run's evaluations that a greedy answer decides."""
     stage = None if subject.where is None else read_record(subject.where.stage, Stage)
     named = () if stage is None else stage.evaluate
-    return next((one for one in named if isinstance(one.task, _SCORED) and one.judge is None), None)
+    return next(
+        (one for one in named if isinstance(one.task, _SCORED) and one.judge is None and one.server is None), None
+    )
 
 
 def task_score(

@@ -37,6 +37,7 @@ from finefit.spec.data import Data, HeldOut, Source
 from finefit.spec.load import spec_to_json
 from finefit.spec.models import Lora, ShapeModel, Tuning
 from finefit.spec.schema import AdamW, Dpo, Evaluation, LocalLauncher, NanStop, Save, SlurmLauncher, Spec, Validation
+from finefit.spec.served import Server
 
 Job = Literal[
     "rehearse",
@@ -293,7 +294,9 @@ def _without_adapter_path(tuning: Tuning) -> Tuning:
 
 
 def _relevant_evaluation(evaluation: Evaluation) -> Evaluation:
-    same = {"limit": None, "sources": (), "base": True, "judge": None, "checkpoints": "final"}
+    same: dict[str, Any] = {"limit": None, "sources": (), "base": True, "judge": None, "checkpoints": "final"}
+    if evaluation.server is not None:  # that there is one decides, not which
+        same["server"] = Server(url="http://localhost", model="any")
     return evaluation.model_copy(update=same)
 
 

@@ -89,8 +89,9 @@ def make_eval_limits(
     grids: tuple[tuple[int, ...], ...] = (),
     shared: SharedRehearsals | None = None,
 ) -> dict[str, EvalBatchLimit]:
-    """Returns limits by label. `devices`: cards over which the items may be divided. `grids`: the images of the prompt
-    with the most image tokens; every prompt is assumed to have as many of them as fit into it."""
+    """Returns limits by label; a server needs none. `devices`: cards over which the items may be divided. `grids`: the
+    images of the prompt with the most image tokens; every prompt is assumed to have as many of them as fit into it."""
+    evaluations = [one for one in evaluations if one.server is None]
     if custom_source_in(cfg.config) is not None:
         sizes = [(one, _CUSTOM_ROWS if one.batch == "auto" else one.batch) for one in evaluations]
         return {

@@ -26,7 +26,7 @@ from finefit.rehearse.cost_model import phase_seconds, total_flops
 from finefit.rehearse.fake_model import ModelFootprint, StepConfig, measure_size, read_config
 from finefit.spec.models import Lora, Subset
 from finefit.spec.schema import DeepSpeed, Dpo, Evaluation, Fsdp2, LeverSettings, Router, Spec
-from finefit.spec.tasks import Hallucination, LmEval, Perplexity, TruthfulQa
+from finefit.spec.tasks import WITH_LIKELIHOODS
 from finefit.step.forward import is_reference_cached
 
 _INSTANTS = ("load", "reference", "forward", "loss", "backward", "update", "validation")
@@ -101,7 +101,9 @@ def _unsupported_by_custom(spec: Spec, found: CustomSource) -> Iterator[tuple[st
             yield problem, f"leave levers.{key} out; micro_batch and recompute are available"
     generates = meta_twin(found).generates
     for evaluation in spec.evaluate:
-        if isinstance(evaluation.task, Hallucination | Perplexity | TruthfulQa | LmEval):
+        if evaluation.server is not None:
+            continue
+        if isinstance(evaluation.task, WITH_LIKELIHOODS):
             problem = "asks for likelihoods of given answers, which only a transformers language model computes"
             remedy = "evaluate a task that reads an answer; the validation loss is your model's own"
             yield f"evaluate {evaluation.label} {problem}", remedy

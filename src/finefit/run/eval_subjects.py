@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from os.path import relpath
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import torch
@@ -49,6 +49,7 @@ from finefit.run.eval_rows import ITEMS, NO_ITEMS, answers_name, file_facts, pre
 from finefit.spec.data import Source
 from finefit.spec.load import load_pipeline
 from finefit.spec.models import FolderModel, Full, ShapeModel
+from finefit.spec.served import Server
 from finefit.spec.stages import TrainStage, moved
 from finefit.spec.tasks import CustomTask
 from finefit.tasks.custom import keep_form
@@ -102,6 +103,29 @@ def without_model(subject: Subject, name: str, fingerprint: str) -> Subject:
     nothing = ShapeModel(kind="shape", config={})
     known = replace(subject, model=nothing, model_name=name, model_fingerprint=fingerprint)
     return replace(known, weights=None, manifest_sha256=None)
+
+
+def server_subject(subject: Subject, server: Server) -> Subject:
+    """Returns the subject for a server's answers to the same rows. Two servers are the same subject if their address,
+    model and endpoint are."""
+    found = without_model(subject, _shown_server(server), _server_fingerprint(server))
+    return replace(found, tuning=Full(kind="full"))
+
+
+def _shown_server(server: Server) -> str:
+    return f"{server.model} at {server.url}"
+
+
+def _server_fingerprint(server: Server) -> str:
+    content = [server.url.rstrip("/"), server.model, server.endpoint]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def server_name(server: Server) -> str:
+    """Returns the name under which the scores of a server are stored."""
+    model = PurePosixPath(server.model).name
+    kept = "".join(c if c.isascii() and (c.isalnum() or c in "._") else "-" for c in model).strip("-._")
+    return f"server-{kept[:40] or 'model'}-{_server_fingerprint(server)[:8]}"
 
 
 def checkpoints_of(run: RunDir, asked: str) -> list[str]:
@@ -257,6 +281,16 @@ def _relative(path: Path, run: Path) -> str:
 
 
 def open_answers_run(answers: Path, data: str, *, runs: Path) -> RunDir:
+    about = {"name": answers_name(answers), "shown": f"answers of {answers.name}", "fingerprint": sha256_of(answers)}
+    return _open_run_without_model(data, runs=runs, **about)
+
+
+def open_server_run(server: Server, data: str, *, runs: Path) -> RunDir:
+    about = {"name": server_name(server), "shown": _shown_server(server), "fingerprint": _server_fingerprint(server)}
+    return _open_run_without_model(data, runs=runs, **about)
+
+
+def _open_run_without_model(data: str, *, runs: Path, name: str, shown: str, fingerprint: str) -> RunDir:
     """The run holds the rows but no model and no tokenizer. Images are checked but not processed, because no model sees
     them."""
     check_images, rows = ImageChecker(raw_image_processor()), []
@@ -267,11 +301,11 @@ def open_answers_run(answers: Path, data: str, *, runs: Path) -> RunDir:
             rows.append(replace(row, image_refs=check_images(row)))
         except RecordError as fault:
             raise DataError(f"{row.place} {fault}", "fix or remove this row") from None
-    name, sha256, lines = answers_name(answers), sha256_of(answers), "".join(map(item_line, rows))
+    lines = "".join(map(item_line, rows))
     subject = Subject(
         model=ShapeModel(kind="shape", config={}),
-        model_name=f"answers of {answers.name}",
-        model_fingerprint=sha256,
+        model_name=shown,
+        model_fingerprint=fingerprint,
         tuning=Full(kind="full"),
         device="cpu",
         precision="fp32",
@@ -290,5 +324,5 @@ def open_answers_run(answers: Path, data: str, *, runs: Path) -> RunDir:
                 archive.keep(row.images, row.image_refs)
         write_record(where.eval_stage, EvalStage(name=name, subject=subject, prompt_tokens=1, num_items=len(rows)))
 
-    digest = hashlib.sha256(json.dumps([lines, sha256]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([lines, fingerprint]).encode()).hexdigest()
     return open_eval_run(runs, f"eval-{name}", digest, fill)

@@ -13,8 +13,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from finefit.artifacts.atomic import Journal, read_lines
 from finefit.artifacts.checkpoint import step_named
 from finefit.artifacts.forecasts import EvalBatchLimit
@@ -22,7 +20,7 @@ from finefit.artifacts.processes import run_lock
 from finefit.artifacts.reading import is_there
 from finefit.artifacts.records import Failure, Run, read_if_there, read_or_none, read_record, write_record
 from finefit.artifacts.rundir import EvalPaths, RunDir, StageDir, find_run, is_run, models_of, open_run, stage_of
-from finefit.artifacts.stage_records import EvalFailure, EvalRequest, EvalResult, Score, Stage, Subject
+from finefit.artifacts.stage_records import EvalFailure, EvalRequest, EvalResult, EvalStage, Score, Stage, Subject
 from finefit.data.rows import is_asked
 from finefit.errors import FinefitError, Interrupted, Resumable, RunError, SpecError
 from finefit.evaluate.external_model import FORMS, find_external_model
@@ -33,15 +31,14 @@ from finefit.facts.files import sha256_of
 from finefit.plan.client import eval_limits_here
 from finefit.plan.resolve import precision_on
 from finefit.run import eval_rows, eval_subjects
+from finefit.run.eval_args import EvalArgs, named_evaluations, server_of, with_absolute_paths
 from finefit.run.eval_rows import EvalRows
-from finefit.run.eval_subjects import Device
+from finefit.run.eval_subjects import Device, server_name, server_subject
 from finefit.run.launch import launch, log_tail, reraise
-from finefit.spec.load import spec_text
 from finefit.spec.models import Full, ShapeModel
-from finefit.spec.reader import Reader, schema_problems
 from finefit.spec.schema import Evaluation
-from finefit.spec.stages import moved
-from finefit.spec.tasks import LmEval, task_kinds
+from finefit.spec.served import Server
+from finefit.spec.tasks import WITH_LIKELIHOODS, LmEval
 from finefit.tasks.custom import take_task_file, task_sha256, without_paths
 from finefit.tasks.make import make_task
 from finefit.train.trackers import Tracking
@@ -81,6 +78,8 @@ def request_of(
         subject = replace(subject, device=device, precision=precision_on(device))
     if rows is not None:
         subject = replace(subject, items=rows.file, items_sha256=rows.sha256)
+    if evaluation.server is not None:
+        name, subject = server_name(evaluation.server), server_subject(subject, evaluation.server)
     return EvalRequest(checkpoint=name, evaluation=evaluation, subject=subject, batch_limit=NOT_PLANNED)
 
 
@@ -105,7 +104,9 @@ def evaluate_after_training(run: RunDir, *, lock: int, tick: Tick, say: Say) -> 
         for evaluation in evaluations:
             names = eval_subjects.checkpoints_of(run, evaluation.checkpoints)
             trained = [name for name in names if name != "base"]
-            for name in ["base", *trained] if evaluation.base else trained:
+            # a server shares the rows and settings of the base
+            with_base = evaluation.base or evaluation.server is not None
+            for name in (["base"] if with_base else []) + (trained if evaluation.server is None else []):
                 evaluate(run, request_of(run, name, evaluation), lock=lock, tick=tick, limits=limits, say=say)
 
 
@@ -123,14 +124,15 @@ def evaluate(
     elsewhere, leave that process only the scoring. The path of a user's own task file starts in the run directory.
     Damaged records of an earlier evaluation cost nothing but time: the model is asked again, and `say` hears it."""
     where, evaluation = stage_of(run), request.evaluation
-    request = replace(request, task_sha256=task_sha256(evaluation, run.path), made_with=made_with())
+    request = replace(request, task_sha256=task_sha256(evaluation, run.path), made_with=_versions(evaluation))
     paths = where.evaluation(evaluation.label, request.checkpoint, evaluation.limit)
     earlier, result = read_or_none(paths.request, EvalRequest, say), read_or_none(paths.result, EvalResult, say)
     is_same = earlier is not None and _deciding(earlier) == _deciding(request)
     if earlier is None or result is None or not is_same or earlier.evaluation.judge != evaluation.judge:
         paths.folder.mkdir(parents=True, exist_ok=True)
         request = replace(request, evaluation=take_task_file(evaluation, run.path, paths.folder))
-        if answers is None and is_there(where.eval_stage) and isinstance(request.subject.model, ShapeModel):
+        is_unknown = evaluation.server is None and isinstance(request.subject.model, ShapeModel)
+        if answers is None and is_there(where.eval_stage) and is_unknown:
             problem = f"{run.path.name} holds answers from elsewhere, and no model that could answer {evaluation.label}"
             raise RunError(problem, "give --answers FILE again")
         request = _write_known_answers(where, paths, request, limits, answers)
@@ -193,15 +195,22 @@ def _set_others_aside(where: StageDir, paths: EvalPaths, request: EvalRequest) -
             earlier.set_aside(with_answers=False)
 
 
+def _versions(evaluation: Evaluation) -> dict[str, str]:
+    """Returns the versions that an answer depends on. A server's answers do not depend on the packages here."""
+    found = made_with()
+    return found if evaluation.server is None else {"finefit": found["finefit"]}
+
+
 def _deciding(request: EvalRequest) -> tuple[Evaluation, Subject, str | None, dict[str, str]]:
     """Returns everything that decides an answer. A task file counts by its content."""
     return _deciding_settings(request.evaluation), request.subject, request.task_sha256, request.made_with
 
 
 def _deciding_settings(evaluation: Evaluation) -> Evaluation:
-    """A sample and a smaller batch give the same answers, and a judge only reads them, so these settings are
-    equalised."""
+    """A sample and a smaller batch give the same answers, a judge only reads them, and a server is part of the subject,
+    so these settings are equalised."""
     same = {"limit": None, "base": True, "batch": "auto", "checkpoints": "final", "name": None, "judge": None}
+    same |= {"server": None}
     return without_paths(evaluation).model_copy(update=same)
 
 
@@ -244,6 +253,8 @@ class BatchLimits:
 
     def find(self, request: EvalRequest) -> EvalBatchLimit:
         subject, evaluation, where = request.subject, request.evaluation, stage_of(self.run)
+        if evaluation.server is not None:
+            return NOT_PLANNED
         if is_there(where.stage) and (self.as_planned or subject.device == "cpu"):
             stage, needs = read_record(where.stage, Stage), attrgetter("label", "batch", "max_new_tokens", "task")
             if needs(evaluation) in map(needs, stage.evaluate) and evaluation.label in stage.eval_limits:
@@ -322,48 +333,39 @@ def recording_status(run: RunDir) -> Iterator[None]:
     write_record(run.run, replace(record, status="finished", failure=None))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalArgs:
-    target: str | None
-    checkpoint: str = "final"
-    tasks: tuple[str, ...] = ()
-    data: str | None = None
-    limit: int | None = None
-    device: Device | None = None
-    base: str | None = None
-    max_new_tokens: int | None = None
-    batch: int | None = None
-    answers: Path | None = None
-    runs: Path = Path("runs")
-
-
 def open_evaluation(args: EvalArgs) -> EvalRequests:
+    server = None if args.server is None else server_of(args)
     if args.target is not None:
         target = Path(args.target)
         found = find_run(target) if ":" not in args.target or target.is_dir() else target
         if is_run(found) or models_of(found):  # opening a folder of several models reports the error
-            return _requests(open_run(target), args)
-    elif args.answers is None:
-        raise RunError("there is nothing to score", f"name {FORMS}; or give existing answers with --answers FILE")
+            return _requests(open_run(target), args, server)
+    elif args.answers is None and server is None:
+        others = "or give existing answers with --answers FILE, or a server with --server URL"
+        raise RunError("there is nothing to score", f"name {FORMS}; {others}")
     if args.target is not None:
         eval_subjects.refuse_what_has_not_run(args.target, args.runs)
     # a run has its own rows and tasks; a model has neither
     if missing := [name for name, value in (("--data FILE", args.data), ("--task NAME", args.tasks)) if not value]:
-        known = f"{args.target} is not a run directory, and a model knows" if args.target else "a file of answers knows"
+        nothing = "a file of answers knows" if server is None else "a server knows"
+        known = f"{args.target} is not a run directory, and a model knows" if args.target else nothing
         problem = f"{known} neither rows nor tasks: give {' and '.join(missing)}"
         raise RunError(problem, f"name {FORMS}; for instance with --data test.jsonl --task rouge")
     named_evaluations(args.tasks)  # before anything slow: a misspelt task is reported at once
     assert args.data is not None
+    if args.target is None and server is not None:
+        run = eval_subjects.open_server_run(server, args.data, runs=args.runs)
+        return _requests(run, replace(args, data=None), server)
     if args.target is None:
         assert args.answers is not None
         run = eval_subjects.open_answers_run(args.answers, args.data, runs=args.runs)
         return _requests(run, replace(args, data=None))
     external = find_external_model(args.target, base=args.base)
     run = eval_subjects.open_model_run(external, args.data, device=args.device, runs=args.runs)
-    return _requests(run, replace(args, device=None, data=None, base=None))
+    return _requests(run, replace(args, device=None, data=None, base=None), server)
 
 
-def _requests(run: RunDir, args: EvalArgs) -> EvalRequests:
+def _requests(run: RunDir, args: EvalArgs, server: Server | None = None) -> EvalRequests:
     if args.base is not None:
         raise RunError("--base is for adapters, but a run knows its model", "leave it out")
     rows = eval_rows.own_rows(run) if args.data is None else eval_rows.other_rows(run, args.data)
@@ -378,12 +380,16 @@ def _requests(run: RunDir, args: EvalArgs) -> EvalRequests:
             raise RunError(problem, f"leave {option} out, or name another task")
         evaluations = [one for one in evaluations if one.label not in bringing]
     options = {"limit": args.limit, "max_new_tokens": args.max_new_tokens, "batch": args.batch}
-    given = {key: value for key, value in options.items() if value is not None}
+    given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+    if server is not None:
+        given["server"] = server
+        _require_answers_alone(evaluations)
     evaluations = [one.model_copy(update=given) for one in evaluations]
     answers = None
     if args.answers is None:
         names = eval_subjects.checkpoints_of(run, args.checkpoint)
-        requests = [request_of(run, name, one, device=args.device, rows=rows) for one in evaluations for name in names]
+        asked = [(one, name) for one in evaluations for name in (names if one.server is None else names[:1])]
+        requests = [request_of(run, name, one, device=args.device, rows=rows) for one, name in asked]
     else:
         subject = replace(eval_subjects.run_subject(stage_of(run), "base"), items=rows.file, items_sha256=rows.sha256)
         read = eval_rows.read_answers(args.answers, subject.form)
@@ -396,6 +402,12 @@ def _requests(run: RunDir, args: EvalArgs) -> EvalRequests:
     warned = eval_rows.require_readable(run, requests[0].subject, evaluations)
     labelled = label_apart(run, requests, rows)
     return EvalRequests(run=run, requests=labelled, rows=rows, answers=answers, warnings=warned)
+
+
+def _require_answers_alone(evaluations: Sequence[Evaluation]) -> None:
+    if others := [one.label for one in evaluations if isinstance(one.task, WITH_LIKELIHOODS)]:
+        problem = f"{', '.join(others)} needs likelihoods of given answers, which a server does not give"
+        raise SpecError(problem, "name tasks that read an answer with --task")
 
 
 def evaluations_of(run: RunDir, named: Iterable[Evaluation] = (), *, rows: EvalRows | None = None) -> list[Evaluation]:
@@ -417,55 +429,11 @@ def declared_by(run: RunDir, *, is_all: bool = True) -> list[Evaluation]:
     if not is_there(where.eval_stage):
         return list(read_record(where.stage, Stage).evaluate)
     found: dict[str, Evaluation] = {}
+    same: dict[str, Any] = {"limit": None}
+    if not isinstance(read_record(where.eval_stage, EvalStage).subject.model, ShapeModel):
+        same["server"] = None  # it was asked beside the model that this run is of
     for paths in where.evaluations():
         if (request := (read_if_there if is_all else read_or_none)(paths.request, EvalRequest)) is not None:
-            copied = _absolute(request.evaluation, paths.folder)
-            found[copied.label] = copied.model_copy(update={"limit": None})
+            copied = with_absolute_paths(request.evaluation, paths.folder)
+            found[copied.label] = copied.model_copy(update=same)
     return list(found.values())
-
-
-def named_evaluations(asked: Iterable[str], declared: Iterable[Evaluation] = ()) -> list[Evaluation]:
-    """Each is a task's name, a label of the spec, a mapping in YAML, or a file: `.yaml` with evaluations, `.py` with a
-    user's own task. The returned paths are absolute, or relative to the same folder as those of `declared`."""
-    known = {evaluation.label: evaluation for evaluation in declared}
-    found = [one for text in asked for one in ([known[text]] if text in known else _read(text))]
-    labels = [evaluation.label for evaluation in found]
-    if twice := sorted({label for label in labels if labels.count(label) > 1}):
-        remedy = "give them a name each: --task '{name: ..., task: ...}'"
-        raise SpecError(f"two tasks are called {', '.join(twice)}", remedy)
-    return found
-
-
-def _read(text: str) -> list[Evaluation]:
-    path, source, base = Path(text), text, Path()
-    if path.suffix == ".py":
-        return [_validated({"task": {"kind": "python", "path": str(path.resolve())}}, text)]
-    if path.suffix in (".yaml", ".yml"):
-        if not path.is_file():
-            remedy = f"name a file, or one of {', '.join(task_kinds())}"
-            raise SpecError(f"--task {text}: there is no such file", remedy)
-        source, base = spec_text(path), path.parent
-    reader = Reader(source, lambda line: (line, f"--task {text}:{line}" if "\n" in source else f"--task {text}"))
-    value = reader.read()
-    if reader.problems:
-        remedy = "quote it as one argument: --task '{kind: rouge, stemmer: false}'"
-        raise SpecError("\n".join(str(fault) for fault in reader.problems), remedy)
-    values = value if isinstance(value, list) else [value]
-    # a task alone is an evaluation with default settings
-    whole = [one if isinstance(one, dict) and "task" in one else {"task": one} for one in values]
-    return [_absolute(_validated(one, text), base) for one in whole]
-
-
-def _validated(value: Any, where: str) -> Evaluation:
-    try:
-        return Evaluation.model_validate_json(json.dumps(value))
-    except ValidationError as error:
-        if isinstance(value["task"], str) and value["task"] not in task_kinds():
-            remedy = f"there are {', '.join(task_kinds())}; or a .yaml or .py file of your own"
-            raise SpecError(f"there is no task {value['task']}", remedy) from None
-        faults = schema_problems(error.errors(), {(): (1, f"--task {where}")}, Evaluation)
-        raise SpecError("\n".join(map(str, faults)), "docs/spec.md has the tasks and their keys") from None
-
-
-def _absolute(evaluation: Evaluation, base: Path) -> Evaluation:
-    return moved(evaluation, lambda path: str((base / path).resolve()))

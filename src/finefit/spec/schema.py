@@ -9,7 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from finefit.spec import LABEL, Every, Part, Period, Share, require_labels
 from finefit.spec.data import Data
 from finefit.spec.models import Full, Lora, Model, Subset, Tuning
-from finefit.spec.tasks import CustomTask, Judge, Task
+from finefit.spec.served import Judge, Server
+from finefit.spec.tasks import WITH_LIKELIHOODS, CustomTask, Task
 
 
 class Sft(Part):
@@ -235,6 +236,7 @@ class Evaluation(Part):
     batch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Answers generated at a time; `auto`: as many as fit."""
     judge: Judge | None = None
+    server: Server | None = None
     checkpoints: Literal["final", "all"] = "final"
     """The run's checkpoints that are scored at its end."""
     base: bool = True
@@ -245,6 +247,13 @@ class Evaluation(Part):
         if self.name is not None:
             return self.name
         return PurePath(self.task.path).stem if isinstance(self.task, CustomTask) else self.task.kind
+
+    @model_validator(mode="after")
+    def _server_can_answer(self) -> "Evaluation":
+        if self.server is not None and isinstance(self.task, WITH_LIKELIHOODS):
+            problem = f"server: {self.task.kind} needs likelihoods of given answers, which a server does not give"
+            raise ValueError(f"{problem}; leave server out, or name a task that reads an answer")
+        return self
 
     @model_validator(mode="after")
     def _has_a_name(self) -> "Evaluation":

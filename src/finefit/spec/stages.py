@@ -77,6 +77,9 @@ class EvaluateStage(Part):
     @model_validator(mode="after")
     def _one_name_each(self) -> "EvaluateStage":
         require_labels("evaluate has two evaluations", [evaluation.label for evaluation in self.evaluate])
+        if served := [evaluation.label for evaluation in self.evaluate if evaluation.server is not None]:
+            problem = f"evaluate: {', '.join(served)} asks a server, and a stage of kind evaluate asks its models"
+            raise ValueError(f"{problem}; leave server out, and score the server with `finefit eval --server`")
         return self
 
 

@@ -1,9 +1,8 @@
-"""Tasks: how answers are scored, how rows are built, and judges."""
+"""Tasks: how answers are scored, and how rows are built."""
 
 from typing import Annotated, Any, Literal, get_args
-from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from finefit.spec import Part
 from finefit.spec.models import FolderModel, HubModel
@@ -162,6 +161,10 @@ Task = Annotated[_OfShortAnswers | _OfTexts | _Others, Field(discriminator="kind
 """A name alone is the task with its defaults."""
 
 
+WITH_LIKELIHOODS = (Hallucination, Perplexity, TruthfulQa, LmEval)
+"""Tasks that ask a model how likely given answers are."""
+
+
 def task_kinds() -> tuple[str, ...]:
     return tuple(get_args(part.model_fields["kind"].annotation)[0] for part in get_args(get_args(Task)[0]))
 
@@ -178,27 +181,3 @@ class AmrForm(Part):
 
 
 Form = Annotated[AmrForm | CustomTask, Field(discriminator="kind"), BeforeValidator(_named)]
-
-
-class Judge(Part):
-    """A language model behind an OpenAI-compatible URL that rates every answer; optional, and always recorded."""
-
-    url: str
-    """The base URL, for instance http://localhost:8000/v1."""
-    model: str
-    key: str | None = None
-    """The environment variable that holds the secret; the secret itself belongs in no file."""
-    question: str | None = None
-    """The judge's instructions, with {prompt}, {answer} and {reference}; it must reply `Mark: N`, from 1 to 5."""
-
-    @model_validator(mode="after")
-    def _can_be_asked(self) -> "Judge":
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ValueError(f"url: {self.url!r} is not a URL; give one such as http://localhost:8000/v1")
-        if "@" in parts.netloc or parts.query:
-            problem = "url: it holds a user or a query, which every reader of the run could see"
-            raise ValueError(f"{problem}; name an environment variable with key instead")
-        if self.question is not None and "{answer}" not in self.question:
-            raise ValueError("question: it lacks {answer}, so the judge would not see what it judges")
-        return self

@@ -6,7 +6,7 @@ from typing import Final
 
 from finefit.data.rows import Row
 from finefit.errors import SpecError
-from finefit.spec.tasks import Judge
+from finefit.spec.served import Judge
 from finefit.stats.metrics import mean, rate
 from finefit.tasks import Reply, ScoredReply, Task
 
