@@ -129,6 +129,7 @@ def test_a_file_that_is_missing_or_no_json_is_an_error_with_its_name(tmp_path: P
             "optimizer.kind adamw_8bit",
             "optimizer.kind=adamw",
         ),
+        ({"engine": FSDP2, "tuning": Lora(kind="lora", experts=True)}, "tuning.experts", "engine.kind: ddp"),
         ({"engine": FSDP2, "tuning": Lora(kind="lora", base_bits=4)}, "tuning.base_bits 4", "engine.kind: ddp"),
         ({"engine": zero(3), "tuning": Lora(kind="lora", base_bits=8)}, "tuning.base_bits 8", "engine.kind: ddp"),
         (

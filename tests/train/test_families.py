@@ -25,10 +25,20 @@ PROMPTS = ([5, 9, 17, 40, 31, 8, 77], [6, 12], [90, 4, 3, 60, 33])
 
 @pytest.mark.parametrize("kind", slow_but(("mamba2",), FAMILIES.keys()))
 def test_the_default_adapters_are_trained_and_the_trained_model_answers(kind: str, tmp_path: Path) -> None:
+    _train_and_answer(kind, SPEC, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_adapters_on_experts_are_trained_and_the_trained_model_answers(kind: str, tmp_path: Path) -> None:
+    _train_and_answer(kind, SPEC.replace("{kind: lora}", "{kind: lora, rank: 8, experts: true}"), tmp_path)
+
+
+def _train_and_answer(kind: str, spec_text: str, tmp_path: Path) -> None:
     def project(folder: Path, *, spec: str) -> Path:
         return make_family_project(folder, kind, spec=spec)
 
-    where = run_to_end(make_job(tmp_path, spec=SPEC, project=project))
+    where = run_to_end(make_job(tmp_path, spec=spec_text, project=project))
     assert read_record(where.result, StageResult).frozen_unchanged is True
     losses = [loss for _, loss, *_ in outcome(where).steps]
     assert losses[-1] < losses[0]

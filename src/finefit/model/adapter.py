@@ -17,12 +17,14 @@ from transformers import PreTrainedModel
 
 from finefit.errors import FinefitError, ModelError, SpecError, is_out_of_memory
 from finefit.facts.files import first_words, read_weight_file, reading_model
+from finefit.model.experts import compute_adapters_apart, experts_of, weight_names
 from finefit.model.family import family_of
 from finefit.model.resolve_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, require_matching_adapter
 from finefit.model.saved_weights import TRAINED, adapter_tensors
 from finefit.spec.models import Lora
 
 REFERENCE = "reference"
+_RANK_UNIT = 8
 _PREFIX = "base_model.model."
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _OTHER_BASE = "take the model that the adapter was made for, base_model_name_or_path in its adapter_config.json"
@@ -40,6 +42,8 @@ def attach(model: PreTrainedModel, tuning: Lora, *, name: str, base: Path | None
         why = "on a CPU peft loses the scales of the packed weights"
         problem = f"tuning.dora with tuning.base_bits 8 needs a CUDA device: {why}"
         raise SpecError(problem, "set tuning.base_bits: 4, or tuning.dora: false")
+    if tuning.experts:
+        _require_adaptable_experts(model, tuning)
     config = peft.LoraConfig(
         r=tuning.rank,
         lora_alpha=tuning.alpha,
@@ -48,6 +52,7 @@ def attach(model: PreTrainedModel, tuning: Lora, *, name: str, base: Path | None
         use_rslora=tuning.rank_stabilised,
         use_dora=tuning.dora,
         task_type=family.peft_task,
+        target_parameters=_expert_weights(model) if tuning.experts else None,
     )
     try:
         adapted = peft.get_peft_model(model, config)
@@ -58,10 +63,37 @@ def attach(model: PreTrainedModel, tuning: Lora, *, name: str, base: Path | None
     adapted.peft_config[TRAINED].inference_mode = False
     for parameter in _parameters_of(adapted, TRAINED).values():
         parameter.data = parameter.data.to(_DTYPES[tuning.weights])
+    if tuning.experts:
+        chosen |= _wrapped_experts(model)
+        compute_adapters_apart(adapted)
     require_exact(adapted, chosen)
     if tuning.adapter is not None and base is not None:
         _continue_from(adapted, base / tuning.adapter, tuning, name)
     return adapted
+
+
+def _require_adaptable_experts(model: nn.Module, tuning: Lora) -> None:
+    if not experts_of(model):
+        problem = f"tuning.experts is true, and {type(model).__name__} has no experts that hold their weights together"
+        raise ModelError(problem, "leave it out")
+    if tuning.dropout or tuning.dora:
+        key = "dora" if tuning.dora else "dropout"
+        raise SpecError(f"tuning.experts cannot have tuning.{key}, which peft lacks for experts", f"leave {key} out")
+    if tuning.rank % _RANK_UNIT:
+        problem = f"tuning.experts needs a rank that is a multiple of {_RANK_UNIT}, and tuning.rank is {tuning.rank}"
+        raise SpecError(problem, "grouped products read 16 bytes at a time; choose another rank")
+
+
+def _expert_weights(model: nn.Module) -> list[str]:
+    """The ends of their names, as other tools expect them in adapter_config.json."""
+    names = (f"{at}.{name}" for at, experts in experts_of(model).items() for name in weight_names(experts))
+    return sorted({".".join(name.split(".")[-3:]) for name in names})
+
+
+def _wrapped_experts(adapted: nn.Module) -> set[str]:
+    """The names that peft's wrappers have: one for each weight, the second inside the first."""
+    places = {name.removesuffix(".base_layer.base_layer") for name in experts_of(adapted)}
+    return {f"{place}{inside}" for place in places for inside in ("", ".base_layer")}
 
 
 def require_exact(adapted: peft.PeftModel, chosen: set[str]) -> None:
@@ -179,6 +211,7 @@ def load_adapter(model: nn.Module, folder: Path, *, on_meta: bool = False) -> pe
                 raise
             problem = f"the adapter in {folder.name} does not fit this model: {first_words(error)}"
             raise ModelError(problem, _OTHER_BASE) from None
+    compute_adapters_apart(adapted)
     if config.peft_type == peft.PeftType.LORA:  # whose tensors are named after the layers they adapt
         held = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
         with reading_model(folder, _OTHER_BASE):

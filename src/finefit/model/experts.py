@@ -6,14 +6,16 @@ token; `grouped_mm` ignores autocast, so a model kept in fp32 would train with f
 gradients in no fixed order.
 
 Memory depends on the number of tokens and not on their experts, so every routing needs the same. N tokens, K experts of
-each, S = N x K, E experts, H hidden, I inner, O outer.
+each, S = N x K, E experts, H hidden, I inner, O outer, r rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import grouped_mm
@@ -25,6 +27,8 @@ from finefit.objective.losses import Routed
 PLACEHOLDER_SIZE = 1
 """Neurons, all zero and without gradient, of a shared expert that only the architecture requires."""
 GROUPED = "grouped_under_autocast"
+_WRAPPERS = "finefit_adapters"
+"""Attribute of an experts module: peft's wrappers of its weights, by name."""
 _WITHOUT_KERNEL = (8, 0)
 """Replaces the grouped product on older GPUs, which lack it: transformers' loop, which waits for the GPU."""
 
@@ -70,7 +74,7 @@ def active_parameters(model: nn.Module) -> int:
 
 def _grouped(experts: Any, hidden_NH: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
     """The signature is the one that transformers calls on modules of its `use_experts_implementation`."""
-    num_chosen, first = experts_NK.shape[-1], "gate_up_proj" if experts.has_gate else "up_proj"
+    num_chosen, (first, last) = experts_NK.shape[-1], weight_names(experts)
     sorted_S, order_S = torch.sort(experts_NK.reshape(-1), stable=True)
     back_S = torch.argsort(order_S)
     ends_E = torch.searchsorted(
@@ -80,7 +84,7 @@ def _grouped(experts: Any, hidden_NH: Tensor, experts_NK: Tensor, weights_NK: Te
     rows_SH: Tensor = _Gathered.apply(narrow_NH, order_S, back_S, num_chosen)  # type: ignore[no-untyped-call]
     inner_SI = _linear(experts, first, rows_SH, ends_E, sorted_S)
     inner_SI = experts._apply_gate(inner_SI) if experts.has_gate else experts.act_fn(inner_SI)
-    rows_SH = _linear(experts, "down_proj", inner_SI, ends_E, sorted_S)
+    rows_SH = _linear(experts, last, inner_SI, ends_E, sorted_S)
     weighted_SH = rows_SH * weights_NK.reshape(-1).index_select(0, order_S).unsqueeze(-1)
     summed_NH: Tensor = _Summed.apply(weighted_SH, order_S, back_S, num_chosen)  # type: ignore[no-untyped-call]
     return summed_NH.to(hidden_NH.dtype)
@@ -90,10 +94,46 @@ def _linear(experts: Any, name: str, x_SI: Tensor, ends_E: Tensor, sorted_S: Ten
     weight: nn.Parameter = getattr(experts, name)
     dtype = product_dtype(weight)
     weight_EIO = weight.to(dtype) if experts.is_transposed else weight.to(dtype).transpose(-2, -1)
-    out_SO = _product(x_SI.to(dtype), weight_EIO, ends_E)
+    x_SI = x_SI.to(dtype)
+    out_SO = _product(x_SI, weight_EIO, ends_E)
+    for down_EIr, up_ErO, scaling in _adapters(experts, name, dtype):
+        out_SO = out_SO + _product(_product(x_SI, down_EIr, ends_E), up_ErO, ends_E) * scaling
     if experts.has_bias:
         out_SO = out_SO + getattr(experts, f"{name}_bias").to(dtype).index_select(0, sorted_S)
     return out_SO
+
+
+def weight_names(experts: nn.Module) -> tuple[str, str]:
+    """The weights of an experts module that can carry adapters."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def compute_adapters_apart(model: nn.Module) -> None:
+    """Adapters on experts' weights get grouped products of their own. Peft would add each of them to a copy of all
+    experts, and backward would make a gradient as large as that copy."""
+    for wrapper in model.modules():
+        if isinstance(wrapper, ParamWrapper) and wrapper.get_base_layer() in experts_of(model).values():
+            vars(wrapper.get_base_layer()).setdefault(_WRAPPERS, {})[wrapper.parameter_name] = wrapper
+            wrapper.forward = partial(_through, wrapper)
+
+
+def _through(wrapper: ParamWrapper, *args: Any, **kwargs: Any) -> Any:
+    """Past the wrapper to the experts, whose grouped products look for it; any other implementation does not."""
+    experts = wrapper.get_base_layer()
+    is_grouped = experts.config._experts_implementation == GROUPED
+    return experts(*args, **kwargs) if is_grouped else ParamWrapper.forward(wrapper, *args, **kwargs)
+
+
+def _adapters(experts: Any, name: str, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, float]]:
+    wrapper: Any = vars(experts).get(_WRAPPERS, {}).get(name)
+    if wrapper is None or wrapper.disable_adapters or wrapper.merged:
+        return
+    for adapter in wrapper.active_adapters:
+        down_EI = wrapper.lora_A[adapter].weight.to(dtype)
+        up_OE = wrapper.lora_B[adapter].weight.to(dtype)
+        down_EIr = down_EI.reshape(experts.num_experts, -1, down_EI.shape[-1]).transpose(1, 2)
+        up_ErO = up_OE.reshape(up_OE.shape[0], -1, experts.num_experts).permute(2, 1, 0).contiguous()
+        yield down_EIr, up_ErO, wrapper.scaling[adapter]
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:

@@ -81,7 +81,8 @@ def save_weights(
     config = folder / ADAPTER_CONFIG
     values = json.loads(config.read_text(encoding="utf-8"))
     # peft writes a set in any order; equal files are wanted
-    values["target_modules"] = sorted(values["target_modules"])
+    for key in ("target_modules", "target_parameters"):
+        values[key] = values[key] and sorted(values[key])
     config.write_text(json.dumps(values, indent=2, sort_keys=True), encoding="utf-8")
 
 

@@ -39,7 +39,6 @@ _UNTRAINED_SETTINGS: dict[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
-    "target_parameters": (None, []),
 }
 """Adapter settings that a spec cannot express, with the values that finefit uses; any other value would be lost."""
 MODEL_TYPE = "finefit_custom"
@@ -226,6 +225,7 @@ def _adapter_differences(config: dict[str, Any], tuning: Lora, model: str) -> It
         ("tuning.alpha", config.get("lora_alpha"), tuning.alpha),
         ("tuning.rank_stabilised", bool(config.get("use_rslora")), tuning.rank_stabilised),
         ("tuning.dora", bool(config.get("use_dora")), tuning.dora),
+        ("tuning.experts", bool(config.get("target_parameters")), tuning.experts),
     ):
         if theirs != ours:
             yield f"{key} is {ours}, the adapter has {theirs}"

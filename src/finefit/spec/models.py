@@ -80,6 +80,9 @@ class Lora(Part):
     """`all-linear` (every linear layer but the head; the plan names those that cannot carry an adapter and are left
     out), or names of linear layers such as [q_proj, v_proj]. In a vision-language model these are of the language
     tower; others are named by tower: {language: all-linear, vision: [qkv], projector: all-linear}."""
+    experts: bool = False
+    """Adapters also on the weights of the experts of a mixture, of `rank` for each expert (peft's
+    target_parameters)."""
     base_bits: Literal[4, 8] | None = None
     """4: the frozen weights in NF4, 8: in 8 bits (both need bitsandbytes). Lossy, so never chosen automatically."""
     rank_stabilised: bool = False

@@ -68,6 +68,11 @@ def engine_problems(engine: Engine, tuning: Tuning, optimizer: AdamW, levers: Le
     if isinstance(tuning, Lora) and tuning.weights == "bf16" and isinstance(engine, DeepSpeed):
         problem = "tuning.weights bf16: deepspeed would update fp32 copies, and those are not saved"
         yield _error(problem, "--set tuning.weights=fp32, or set engine.kind: fsdp2, which updates bf16 itself")
+    if isinstance(tuning, Lora) and tuning.experts and divides_weights(engine):
+        problem = (
+            f"tuning.experts: adapters of experts are not known to be exact where engine.kind {name} divides weights"
+        )
+        yield _error(problem, "set engine.kind: ddp, which leaves weights whole, or leave tuning.experts out")
     # ZeRO-3 gathers a layer's weights when the layer is called, and nowhere else
     if is_zero3 and levers.kernels == "fused":
         yield _error("levers.kernels fused reads weights that ZeRO-3 has not gathered", "--set levers.kernels=torch")
