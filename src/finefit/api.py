@@ -130,7 +130,8 @@ def evaluate(
 ) -> Scores:
     """Scores a run's checkpoints, any model, or answers in a file, as `finefit eval` does."""
     from finefit.report.callback import CallbackView
-    from finefit.run.evaluation import EvalArgs, evaluate_all, open_evaluation
+    from finefit.run.eval_args import EvalArgs
+    from finefit.run.evaluation import evaluate_all, open_evaluation
 
     args = EvalArgs(
         target=None if target is None else str(_path_of(target)),

@@ -121,7 +121,10 @@ def test_damaged_json_is_a_spec_error() -> None:
 
 
 KINDS = "`hub`, `folder`, `embedded`, `shape`, `custom`"
-LORA = "`kind`, `rank`, `alpha`, `dropout`, `targets`, `experts`, `base_bits`, `rank_stabilised`, `dora`, `weights`, `adapter`"
+LORA = (
+    "`kind`, `rank`, `alpha`, `dropout`, `targets`, `experts`, `base_bits`, `rank_stabilised`, `dora`, `weights`, "
+    "`adapter`"
+)
 NAN = "`kind: stop`, `kind: skip`, `kind: roll_back`"
 
 
