@@ -300,3 +300,19 @@ def test_a_gradient_that_is_not_finite_at_scale_1_is_a_nan_event(job: Job) -> No
 def test_the_fp16_checkpoint_holds_an_adapter_in_fp32(calm: StageDir) -> None:
     adapter: Path = calm.checkpoints / "final" / "adapter_model.safetensors"
     assert {str(tensor.dtype) for tensor in load_file(adapter).values()} == {"torch.float32"}
+
+
+def test_what_is_asked_for_on_the_page_is_done_after_the_step_and_changes_no_other(lora: Reference) -> None:
+    where = lora.job.fresh()
+
+    def ask() -> None:
+        where.requests.mkdir()
+        for name in ("save", "validate", "something-else"):
+            (where.requests / name).touch()
+
+    assert finish(start(where, lambda: at_step(4, ask))) == 0, words(where)
+    assert [(line["step"], line["what"]) for line in events(where, "requested")] == [(4, "save"), (4, "validate")]
+    assert steps_of(where, "saved")[:3] == [3, 4, 6]
+    assert [path.name for path in where.requests.iterdir()] == ["something-else"]
+    after = outcome(where)
+    assert (after.tensors, after.steps) == (lora.outcome.tensors, lora.outcome.steps)

@@ -4,6 +4,8 @@ import gzip
 import hashlib
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from finefit.artifacts.atomic import read_lines
 from finefit.artifacts.processes import run_lock
 from finefit.errors import RunError
 from finefit.web.runs import Runs
@@ -295,3 +298,46 @@ def test_vendored_files_are_those_that_were_recorded() -> None:
     for name, sha256 in recorded.items():
         assert hashlib.sha256(vendor.joinpath(name).read_bytes()).hexdigest() == sha256
     assert "MIT" in vendor.joinpath("uplot.LICENSE").read_text()
+
+
+def _act(client: Client, asked: str, status: int, **more: Any) -> str:
+    body = {"action": asked, "is_sure": True} | more
+    response = client.post("/api/run/orders-1/act", json=body, headers=ORIGIN)
+    assert response.status_code == status, response.text
+    return response.text
+
+
+def test_only_what_a_run_understands_can_be_asked_and_only_after_confirmation(client: Client, watched: Watched) -> None:
+    with run_lock(watched.run.lock):
+        for more in ({"is_sure": False}, {"action": "delete"}, {"action": "../save"}, {"more": 1}):
+            _act(client, "save", 400, **more)
+        assert client.get("/api/run/orders-1/act").status_code == 405
+        assert client.post("/api/run/orders-1/act", json={}, headers={"Origin": "http://x"}).status_code == 403
+        assert not watched.run.stages()[0].requests.exists()
+        _act(client, "validate", 204)
+    assert [path.name for path in watched.run.stages()[0].requests.iterdir()] == ["validate"]
+    assert [line["action"] for line in read_lines(watched.run.path / "logs" / "actions.jsonl")] == ["validate"]
+
+
+@pytest.mark.parametrize("action", ["stop", "save", "validate"])
+def test_nothing_is_asked_of_a_run_that_does_not_run(client: Client, watched: Watched, action: str) -> None:
+    assert "does not train now" in _act(client, action, 422)
+    assert not watched.run.stages()[0].requests.exists()
+
+
+def test_stop_asks_the_process_that_holds_the_run(client: Client, watched: Watched) -> None:
+    holds = f"""
+import signal, sys
+from pathlib import Path
+from finefit.artifacts.atomic import read_lines
+from finefit.artifacts.processes import run_lock
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+with run_lock(Path({str(watched.run.lock)!r})):
+    print("held", flush=True)
+    signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", holds], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        _act(client, "stop", 204)
+        assert holder.wait(timeout=20) == 3

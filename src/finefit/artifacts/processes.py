@@ -252,6 +252,20 @@ def holder_of(path: Path) -> int | None:
     return None
 
 
+def stop_holder(path: Path) -> bool:
+    """Asks the process that holds the lock to save and stop. False if none holds it, or one on another machine."""
+    if holder_of(path) is None:
+        return False
+    pid, host = _read_holder(path)
+    if pid is None or host != socket.gethostname():
+        return False
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
 def main() -> None:
     _, parent, module, *arguments = sys.argv
     end_with_parent(int(parent))

@@ -61,6 +61,8 @@ class StageDir:
     output = _Below("output")
     answers = _Below("answers.jsonl")
     """A model's answers as they arrive, so that a killed stage does not request them again."""
+    requests = _Below("requests")
+    """Files that ask a training for something after its current step: `save`, `validate`."""
     log = _Below("logs/stage.log")
     """The log of a stage that does not train; a training uses the log of its run."""
 

@@ -1,6 +1,10 @@
 """`finefit run`: fine-tunes what a spec describes; the same command again resumes where it stopped."""
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from finefit.cli.console import AsJson, New, Runs, Set, announce_code, open_console, planning, print_json
+from finefit.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,6 +24,7 @@ if TYPE_CHECKING:
     from finefit.run.command import RunArgs, RunCommand
 
 _DETACH = "Keep running without this terminal; follow it with `finefit watch`."
+_WEB = "Show the run on a local page as long as this command runs; `finefit watch RUN --web` shows it at any time."
 _FROM = "Run this stage again, and all that depend on it."
 _FORCE = "Run this stage again; `all` for all stages."
 
@@ -32,6 +38,7 @@ def run(
     only: Annotated[str | None, typer.Option("--only", metavar="STAGE", help="Run only this stage.")] = None,
     force: Annotated[list[str] | None, typer.Option("--force", metavar="STAGE", help=_FORCE)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show which stages would run, and why.")] = False,
+    web: Annotated[bool, typer.Option("--web", help=_WEB)] = False,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
@@ -55,6 +62,10 @@ def run(
     from finefit.artifacts.rundir import find_run
     from finefit.spec.load import load_pipeline
 
+    if web and detach:
+        raise UserError(
+            "--web ends with this command, and --detach ends it at once", "finefit watch RUN --web follows it"
+        )
     rank, target = rank_env_of(os.environ), find_run(target)
     # before torch is imported, so that a misspelt key is reported at once
     pipeline = None if target.is_dir() else load_pipeline(target, overrides or ())
@@ -76,8 +87,22 @@ def run(
     place = open_place(command, console)
     if detach and _detach(command, place, console, as_json):
         return None
-    carry_out(command, place, console)
+    with _page(place, as_json=as_json) if web else nullcontext():
+        carry_out(command, place, console)
     return _show(place, console, as_json)
+
+
+@contextmanager
+def _page(place: "RunDir", *, as_json: bool) -> Iterator[None]:
+    """The page is a process of its own, which ends with this one."""
+    watch = ["finefit", "watch", str(place.path), "--web"]
+    command = [sys.executable, "-m", "finefit.artifacts.processes", str(os.getpid()), *watch]
+    page = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr if as_json else None)
+    try:
+        yield
+    finally:
+        page.terminate()
+        page.wait()
 
 
 def open_place(command: "RunCommand", console: "Console", *, nodes: int | None = None) -> "RunDir":

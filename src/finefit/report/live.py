@@ -33,6 +33,7 @@ _IN_HAND = ("audited", "oom_recovered", "loss_scale")
 _EVENTS = {
     "resumed": "resumed from {checkpoint}",
     "rejected": "{note}",
+    "requested": "step {step}: a {what} was requested from the run's page",
     "rolled_back": "rolled back to step {step}",
     "stalled": "no progress for {seconds:.0f} s since {since}; the stacks of all threads are in the log",
     "not_finite": "step {step} was not applied: {found}",

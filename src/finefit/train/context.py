@@ -133,6 +133,25 @@ class StopRequest:
         return next(str(reason) for reason in ranks.gather(self.reason) if reason is not None)
 
 
+class LiveRequests:
+    """What people ask of a training from its page: a checkpoint or a validation after the current step. Each request is
+    a file, which is removed when it is taken."""
+
+    def __init__(self, folder: Path, tell: Callable[..., Any]) -> None:
+        """`tell` receives the event."""
+        self._folder, self._tell = folder, tell
+
+    def taken(self, ranks: Ranks, *, step: int) -> frozenset[str]:
+        """Every rank must call it once per step; the first one looks."""
+        found = [name for name in ("save", "validate") if ranks.is_first and (self._folder / name).is_file()]
+        if not ranks.any(bool(found)):
+            return frozenset()
+        for name in found:
+            (self._folder / name).unlink()
+            self._tell(event="requested", step=step, what=name)
+        return frozenset(ranks.gather(found)[0])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LeverChange:
     step: int
@@ -207,6 +226,7 @@ class TrainContext:
     saver: Saver
     metrics: Journal
     stop: StopRequest
+    requests: LiveRequests
     note_memory: Callable[[str, int], None]
     lever_changes: LeverChanges
     audit: Audit

@@ -53,9 +53,12 @@ def train(ctx: TrainContext, state: TrainState) -> TrainState:
                 continue
             if ctx.measured_card is not None:
                 awaited = _measured(ctx, state, loader, awaited)
-            save = state.step == stage.total_steps or _due(ctx, stage.save.every, state.step, saved)
+            asked = ctx.requests.taken(ctx.ranks, step=state.step)
+            is_last = state.step == stage.total_steps
+            save = is_last or "save" in asked or _due(ctx, stage.save.every, state.step, saved)
             every = stage.validate_every
-            if ctx.validation and (save or (every is not None and _due(ctx, every, state.step, validated))):
+            validate = "validate" in asked or (every is not None and _due(ctx, every, state.step, validated))
+            if ctx.validation and (save or validate):
                 state = _validated(ctx, state, saving=save)
                 validated = time.monotonic()
             if save:

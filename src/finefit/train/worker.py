@@ -48,6 +48,7 @@ from finefit.train.batches import prove_sum
 from finefit.train.candidates import record_step_time
 from finefit.train.context import (
     LeverChanges,
+    LiveRequests,
     SpikeDetector,
     StopRequest,
     SwitchableForward,
@@ -187,6 +188,7 @@ def _make_context(
         saver=saver,
         metrics=metrics,
         stop=stop,
+        requests=LiveRequests(where.requests, metrics.write),
         note_memory=note_memory,
         lever_changes=LeverChanges(where.path),
         audit=Audit(model, engine, ranks, metrics.write, unfuse=partial(forward.change, unfused)),

@@ -6,11 +6,13 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import psutil
 from starlette.concurrency import run_in_threadpool
 
-from finefit.artifacts.processes import holder_of
+from finefit.artifacts.atomic import Journal, write_text
+from finefit.artifacts.processes import holder_of, stop_holder
 from finefit.artifacts.records import FinishedStage, PipelineState, Run, StageState
 from finefit.artifacts.rundir import RunDir, StageDir, find_run, is_pipeline, is_run, models_of, open_any_run
 from finefit.errors import FinefitError, RunError
@@ -21,6 +23,9 @@ from finefit.web.training import Document, RecordReader, Training
 
 TICK_SECONDS = 1.0
 _MAX_OPEN = 60
+
+
+Action = Literal["stop", "save", "validate"]
 
 
 class NoSuchRun(Exception):
@@ -64,6 +69,20 @@ class OpenRun:
         if place not in self._trainings:
             self._trainings[place] = Training(RunDir(place), self.records)
         return self._trainings[place]
+
+    def act(self, action: Action, stage: str) -> None:
+        """Asks the run for something; the request is recorded first. Nothing else can be changed from a page."""
+        training = self.training(stage)
+        if holder_of(self.run.lock) is None or (training is None and action != "stop"):
+            raise RunError(f"{self.name} does not train now", "start it again with `finefit run`")
+        with Journal(self.run.path / "logs" / "actions.jsonl") as actions:
+            actions.write(time=round(time.time(), 3), action=action, stage=stage)
+        if action != "stop":
+            assert training is not None
+            training.where.requests.mkdir(exist_ok=True)
+            write_text(training.where.requests / action, "", durable=False)
+        elif not stop_holder(self.run.lock):
+            raise RunError(f"the process of {self.name} runs on another machine or for another user", "stop it there")
 
     def _place(self, stage: str) -> Path | None:
         if not is_pipeline(self.run.path):

@@ -86,10 +86,13 @@ class Guard:
         self._app = app
         self._hosts = frozenset(host.lower() for host in hosts)
         self._token = token
+        self.is_ending: Callable[[], bool] = lambda: False
+        """Whether the server was asked to end; a response without an end of its own must then end itself."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # neither lifespan nor websockets
             return
+        scope["is_ending"] = self.is_ending
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -290,4 +293,6 @@ def serve(app: Guard, listening: socket.socket, *, ready: Callable[[], None] = l
     )
     listening.listen(64)
     ready()
-    uvicorn.Server(config).run(sockets=[listening])
+    server = uvicorn.Server(config)
+    app.is_ending = lambda: server.should_exit
+    server.run(sockets=[listening])

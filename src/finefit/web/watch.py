@@ -4,8 +4,9 @@ by server-sent events."""
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Literal
 from urllib.parse import quote
 
 from starlette.applications import Starlette
@@ -16,8 +17,9 @@ from starlette.routing import Route
 
 from finefit.artifacts.reading import is_there, open_file, read_document, read_text
 from finefit.errors import FinefitError
-from finefit.web.runs import TICK_SECONDS, NoSuchRun, OpenRun, Runs
-from finefit.web.server import BadRequest, Token, bad_request, file_response, file_routes, login_route
+from finefit.spec import Part
+from finefit.web.runs import TICK_SECONDS, Action, NoSuchRun, OpenRun, Runs
+from finefit.web.server import BadRequest, Token, bad_request, body_of, file_response, file_routes, login_route
 from finefit.web.training import Document, Training, is_wrong, item_document
 
 _SCRIPTS = ("run.js", "runs.js", "charts.js", "page.js", "panels.js")
@@ -29,6 +31,13 @@ _LOG_BYTES = 64 << 10
 _MAX_STREAMS, _MAX_TICKS = 100, 900
 _QUIET_TICKS = 15
 """A comment after as many ticks without news keeps the connection open, and finds out whether anybody listens."""
+
+
+class _Act(Part):
+    action: Action
+    stage: str = ""
+    is_sure: Literal[True]
+    """The page has asked for confirmation."""
 
 
 def watch_app(runs: Runs, *, token: Token | None = None) -> Starlette:
@@ -53,7 +62,9 @@ def watch_app(runs: Runs, *, token: Token | None = None) -> Starlette:
             return Response(media_type="text/event-stream")
         if len(streams) >= _MAX_STREAMS:
             return JSONResponse({"error": f"{_MAX_STREAMS} viewers are connected already"}, 503)
-        return StreamingResponse(_stream(run, stage, streams), media_type="text/event-stream")
+        return StreamingResponse(
+            _stream(run, stage, streams, request.scope["is_ending"]), media_type="text/event-stream"
+        )
 
     async def series(request: Request) -> Response:
         first, last = _number(request, "first", 0, _MAX_STEP), _number(request, "last", _MAX_STEP, _MAX_STEP)
@@ -81,6 +92,11 @@ def watch_app(runs: Runs, *, token: Token | None = None) -> Starlette:
     async def log(request: Request) -> Response:
         return JSONResponse({"text": await run_in_threadpool(_log_tail, run_of(request))})
 
+    async def act(request: Request) -> Response:
+        asked, run = await body_of(request, _Act), run_of(request)
+        await run_in_threadpool(run.act, asked.action, asked.stage)
+        return Response(status_code=204)
+
     streams: set[object] = set()
     asked = {"state": state, "live": live, "series": series, "items": items, "plan": plan, "log": log}
     return Starlette(
@@ -89,13 +105,16 @@ def watch_app(runs: Runs, *, token: Token | None = None) -> Starlette:
             *file_routes(_FILES),
             Route("/api/runs", listed),
             *(Route(f"/api/run/{{name}}/{what}", answer) for what, answer in asked.items()),
+            Route("/api/run/{name}/act", act, methods=["POST"]),
             login_route(token),
         ],
         exception_handlers={NoSuchRun: _not_there, BadRequest: bad_request, FinefitError: _unreadable},
     )
 
 
-async def _stream(run: OpenRun, stage: str, streams: set[object]) -> AsyncIterator[bytes]:
+async def _stream(
+    run: OpenRun, stage: str, streams: set[object], is_ending: Callable[[], bool]
+) -> AsyncIterator[bytes]:
     """What is known at once, then each change. It ends after a while; a browser opens it again by itself."""
     sent, own = b"", object()
     streams.add(own)
@@ -108,6 +127,8 @@ async def _stream(run: OpenRun, stage: str, streams: set[object]) -> AsyncIterat
             elif tick % _QUIET_TICKS == 0:
                 yield b": no news\n\n"
             await asyncio.sleep(TICK_SECONDS)
+            if is_ending():
+                return
     except (FinefitError, NoSuchRun) as error:
         problem = error.problem if isinstance(error, FinefitError) else "the run is no longer there"
         yield b"data: " + json.dumps({"problems": [problem]}).encode() + b"\n\n"

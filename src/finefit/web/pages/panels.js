@@ -83,10 +83,14 @@ function item(one) {
   const box = made("article", undefined, "item");
   const marks = Object.entries(one.scores).map(([name, value]) => `${name} ${number(value)}`).join(", ");
   box.append(made("p", `${one.place}: ${one.failure ?? marks}`, one.failure ? "bad" : "dim"));
+  const sides = made("div", undefined, "sides");
   for (const part of ["prompt", "answer", "reference", "verdict"]) {
     if (!one[part]) continue;
-    box.append(made("h4", part), made("div", one[part], "words"));
+    const side = made("div");
+    side.append(made("h4", part), made("div", one[part], "words"));
+    sides.append(side);
   }
+  box.append(sides);
   return box;
 }
 
@@ -120,7 +124,8 @@ export function phases(training) {
   }
   const peak = Math.max(0, ...Object.values(measured).map((found) => found.peak_bytes ?? 0));
   rows.push({ cells: ["peak", value.peak ? gib(value.peak) : "", peak ? gib(peak) : ""], kind: "best" });
-  at("phases").replaceChildren(table(["phase", "planned", "measured"], rows));
+  const note = training.planned?.device === "cpu" ? made("p", "The plan counts tensors; measured is the whole process.", "dim") : "";
+  at("phases").replaceChildren(table(["phase", "planned", "measured"], rows), note);
 }
 
 export function events(training) {

@@ -1,6 +1,6 @@
 // The page of one run: what changes comes by server-sent events, the curves are fetched when there are new ones.
 import { Chart, isMark } from "./charts.js";
-import { at, get, link, login, made, number, say } from "./page.js";
+import { at, get, link, login, made, number, post, say } from "./page.js";
 import * as panels from "./panels.js";
 
 const name = decodeURIComponent(location.pathname.split("/")[2]);
@@ -8,9 +8,10 @@ const query = new URLSearchParams(location.search);
 const root = `/api/run/${encodeURIComponent(name)}`;
 const SERIES_MS = 1500;
 const GIB = 2 ** 30;
-const share = (value) => `${(100 * value).toFixed(1)} %`;
+const share = (value) => `${number(100 * value)} %`;
 
 let state = null;
+let said = "";
 let series = null;
 let others = {};
 let range = null;
@@ -132,7 +133,7 @@ async function zoom(ends) {
 }
 
 function keys(event) {
-  if (event.target.closest("input, select, textarea, pre, ol") || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (at("sure").open || event.target.closest("input, select, textarea, pre, ol") || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "0") return void zoom(null);
   const [first, last] = range ?? [series?.steps.step.at(0) ?? 0, series?.steps.step.at(-1) ?? 0];
   const width = last - first;
@@ -146,12 +147,16 @@ function keys(event) {
 function show(next) {
   if (!next.name) return void say((next.problems ?? []).join("\n"));
   state = next;
-  say([...(next.problems ?? []), next.failure, next.is_behind ? "Reading the curves …" : ""].filter(Boolean).join("\n"));
+  const words = [...next.problems, next.failure, next.is_behind ? "Reading the curves …" : ""].filter(Boolean).join("\n");
+  if (words !== said) say(words);
+  said = words;
   const training = next.training;
   document.title = training?.trains ? `${training.step}/${training.total_steps} ${next.name}` : next.name;
   at("name").textContent = next.name;
   panels.status(next);
   panels.answers(training?.answers);
+  at("actions").hidden = next.pid === null;
+  for (const action of ["save", "validate"]) at(action).hidden = !training?.trains || training.step >= training.total_steps;
   panels.next(next);
   panels.stages(next, stage());
   panels.scores(training, (more) => get(asked("items", more)));
@@ -165,7 +170,24 @@ function listen() {
   source?.close();
   source = new EventSource(asked("live"));
   source.addEventListener("message", (event) => show(JSON.parse(event.data)));
+  source.addEventListener("open", () => say(said));
   source.addEventListener("error", () => say("The page's server does not answer; this is what it said last. Runs go on without it."));
+}
+
+const ACTIONS = {
+  save: "Write a checkpoint after the current step? Training goes on, and older checkpoints beyond save.keep are removed as usual.",
+  validate: "Validate after the current step? Training waits for it and goes on.",
+  stop: "Finish the current step, write a checkpoint and stop? The same command goes on from there.",
+};
+
+function askFor(action) {
+  at("sure-text").textContent = ACTIONS[action];
+  at("sure-yes").onclick = async () => {
+    at("sure").close();
+    const done = await post(`${root}/act`, { action, stage: stage(), is_sure: true });
+    if (done) say("Requested; it happens after the current step.");
+  };
+  at("sure").showModal();
 }
 
 async function links() {
@@ -188,6 +210,8 @@ async function links() {
 }
 
 function wire() {
+  for (const action of Object.keys(ACTIONS)) at(action).addEventListener("click", () => askFor(action));
+  at("sure-no").addEventListener("click", () => at("sure").close());
   at("whole").addEventListener("click", () => zoom(null));
   document.addEventListener("keydown", keys);
   document.addEventListener("visibilitychange", () => (document.hidden ? source.close() : listen()));
