@@ -69,11 +69,11 @@ class _Page(HTMLParser):
 
 def test_the_first_lines_answer_what_people_ask_of_a_run(shown: str) -> None:
     answers = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", shown))
-    assert answers["is it done?"].startswith("finished: step 6 of 6; 600 tokens in 15.0 s")
-    assert answers["does it learn?"].startswith("training loss 3.8333 at first, 3.0000 at last; validation loss 3.5000")
-    assert answers["does it fit?"].startswith("peak memory 2.50 GiB, planned for")
-    assert answers["is it as fast as planned?"].startswith("50 tokens per second at the median, planned 50; 25.0%")
-    assert answers["which checkpoint is best?"].endswith("lowest validation loss 3.2500 at step 6")
+    assert answers["Is it done?"].startswith("finished: step 6 of 6; 600 tokens in 15.0 s")
+    assert answers["Does it learn?"].startswith("training loss 3.8333 at first, 3.0000 at last; validation loss 3.5000")
+    assert answers["Does it fit?"].startswith("peak memory 2.50 GiB, planned for")
+    assert answers["Is it as fast as planned?"].startswith("50 tokens per second at the median, planned 50; 25.0%")
+    assert answers["Which checkpoint is best?"].endswith("lowest validation loss 3.2500 at step 6")
 
 
 def test_every_quantity_has_a_plot_in_the_ink_of_the_page(shown: str) -> None:
@@ -112,7 +112,7 @@ def test_the_page_asks_for_nothing_from_elsewhere(shown: str) -> None:
 def test_markdown_has_the_same_tables_and_no_markup_of_an_answer(run: RunDir) -> None:
     text = markdown_report(run)
     outside = "\n".join(line for line in text.splitlines() if not line.startswith("    "))
-    assert "**does it learn?** training loss 3.8333" in outside
+    assert "**Does it learn?** training loss 3.8333" in outside
     assert "| checkpoint | n | coverage | hit |" in outside
     assert "\\<script\\>" in outside
     assert "<script>" not in outside
@@ -168,7 +168,7 @@ def test_a_pipeline_is_reported_stage_by_stage(tmp_path: Path) -> None:
     write_record(run.state, PipelineState(stages=(first, waiting)))
     text = page(run)
     assert "<h2>Stage sft (train)</h2>" in text
-    assert text.index("does it learn?") < text.index("<h2>Stage scores (evaluate)</h2>")
+    assert text.index("Does it learn?") < text.index("<h2>Stage scores (evaluate)</h2>")
     assert list(OpenRun(run.path).stages) == ["sft"]
     assert OpenRun(run.path).status == "stopped"  # no process holds its lock
 
@@ -178,7 +178,7 @@ def test_without_matplotlib_the_report_names_the_extra(run: RunDir, monkeypatch:
     text = page(run)
     assert "finefit[plots]" in text
     assert "<svg" not in text
-    assert "does it learn?" in text
+    assert "Does it learn?" in text
 
 
 @pytest.mark.parametrize(("name", "problem"), [("report.pdf", "neither a page nor Markdown"), ("no/x.md", "no folder")])

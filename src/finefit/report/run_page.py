@@ -38,4 +38,5 @@ def write_report(run: RunDir, file: Path) -> Path:
 
 def _about(run: RunDir) -> str:
     record = read_record(run.run, Run)
-    return f"{record.name}, {status_of(run)}, begun {record.created}, finefit {record.finefit}"
+    begun = record.created.replace("T", " ").replace("+00:00", " UTC")
+    return f"{record.name}, {status_of(run)}, begun {begun}, finefit {record.finefit}"

@@ -25,6 +25,7 @@ from finefit.report.tables import ItemView, TableCell, TableData, TableRow
 
 _NUM_ITEMS = 12
 _MOST_EVENTS = 200
+_FEW_ROWS, _MOST_ROWS = 5, 30
 _USUAL = ("spec", "default")
 
 
@@ -70,8 +71,8 @@ def _training_blocks(run: RunDir, where: StageDir) -> Iterator[Block]:
         yield Plots(plots=tuple(plots))
         yield _curve_table(training.lines)
     if (forecast := training.forecast) is not None:
-        rows = [(phase, gib(held)) for phase, held in forecast.instants.items()]
-        rows += [(f"at the peak: {purpose}", gib(held)) for purpose, held in forecast.components.items()]
+        rows = [(phase, _size(held)) for phase, held in forecast.instants.items()]
+        rows += [(f"at the peak: {purpose}", _size(held)) for purpose, held in forecast.components.items()]
         yield Folded(title="planned memory by phase", table=_table("", ("allocated", "planned"), rows))
     if told := [words for line in training.lines.events if (words := describe_event(dict(line)))]:
         rows = [(str(number), words) for number, words in enumerate(told[-_MOST_EVENTS:], start=1)]
@@ -119,13 +120,17 @@ def _read_training(run: RunDir, where: StageDir) -> _Training:
 def _answers(training: _Training) -> Pairs:
     """What people ask of a run, with the answers."""
     questions: dict[str, Callable[[_Training], str]] = {
-        "is it done?": _progress,
-        "does it learn?": _learning,
-        "does it fit?": _memory,
-        "is it as fast as planned?": _speed,
-        "which checkpoint is best?": _best,
+        "Is it done?": _progress,
+        "Does it learn?": _learning,
+        "Does it fit?": _memory,
+        "Is it as fast as planned?": _speed,
+        "Which checkpoint is best?": _best,
     }
     return Pairs(pairs=tuple((words, answer(training)) for words, answer in questions.items()))
+
+
+def _size(num_bytes: int) -> str:
+    return gib(num_bytes) if num_bytes >= 2**30 / 20 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _progress(training: _Training) -> str:
@@ -193,11 +198,12 @@ def _score(result: EvalResult, name: str) -> str:
 
 
 def _curve_table(lines: TrainingLines) -> Folded:
-    """The loss at evenly spaced steps, for a reader without plots."""
+    """The loss at the validated steps, or at evenly spaced ones, for a reader without plots."""
     validated = {line["step"]: line.get("validation_loss") for line in lines.validations}
-    every = max(1, len(lines.steps) // 20)
-    shown = {line["step"]: line for line in (*lines.steps[::every], lines.steps[-1])}
-    shown |= {line["step"]: line for line in lines.steps if line["step"] in validated}
+    chosen = [line for line in lines.steps if line["step"] in validated]
+    chosen = chosen if len(chosen) >= _FEW_ROWS else list(lines.steps)
+    every = max(1, len(chosen) // _MOST_ROWS)
+    shown = {line["step"]: line for line in (lines.steps[0], *chosen[::every], lines.steps[-1])}
     rows = []
     for step in sorted(shown):
         line, loss = shown[step], validated.get(step)
