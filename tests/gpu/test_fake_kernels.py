@@ -14,14 +14,8 @@ from torch.nn.functional import dropout, embedding, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from finefit.rehearse.allocator import replay
-from finefit.rehearse.fake_kernels import (
-    BitsAndBytesAdamW,
-    DeviceKernels,
-    FusedDropout,
-    Int8Linear,
-    Nf4Linear,
-    device_kernels,
-)
+from finefit.rehearse.fake_kernels import DeviceKernels, device_kernels
+from finefit.rehearse.fake_layers import BitsAndBytesAdamW, FusedDropout, Int8Linear, Nf4Linear
 from finefit.rehearse.recorder import Recorder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from finefit.rehearse.cost_model import total_flops
-from finefit.rehearse.fake_kernels import Int8Linear, Nf4Linear, leave_uncast
+from finefit.rehearse.fake_layers import Int8Linear, Nf4Linear, leave_uncast
 from finefit.rehearse.fake_model import StepConfig, measure_size
 from finefit.rehearse.rehearsal import Rehearsal, rehearse
 from finefit.spec.models import Lora

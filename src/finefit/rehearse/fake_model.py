@@ -28,7 +28,7 @@ from finefit.model.quantised import packed_layers, packed_weights, require_train
 from finefit.model.resolve_model import custom_source_in
 from finefit.model.targets import unadaptable
 from finefit.objective.batch import Extra
-from finefit.rehearse import fake_kernels
+from finefit.rehearse import fake_kernels, fake_layers
 from finefit.rehearse.recorder import Recorder
 from finefit.rehearse.trace import OUTSIDE, WARM_UP, Block
 from finefit.spec.models import Lora, Tuning
@@ -97,7 +97,7 @@ def build_on_meta(cfg: StepConfig, kernels: fake_kernels.DeviceKernels, *, answe
     if (found := custom_source_in(cfg.config)) is not None:
         custom = custom_on_meta(found, cfg.tuning, dtype, answers=answers)
         if kernels.device == "cuda":
-            fake_kernels.fuse_dropout(custom)
+            fake_layers.fuse_dropout(custom)
         return custom
     config = read_config(cfg.config)
     config.use_cache = config.get_text_config().use_cache = False
@@ -122,13 +122,13 @@ def build_on_meta(cfg: StepConfig, kernels: fake_kernels.DeviceKernels, *, answe
             if not answers:
                 require_trainable(stored, cfg.tuning)
             ids = set(map(id, packed_layers(model, stored).values()))
-            fake_kernels.quantise(model, stored.bits, ids, is_nested=stored.is_nested, is_stored=True)
+            fake_layers.quantise(model, stored.bits, ids, is_nested=stored.is_nested, is_stored=True)
         elif bits := base_bits(cfg.tuning):
             head, towers = model.get_output_embeddings(), vision.vision_forward_of(model.config)
             linear = [(name, id(module)) for name, module in model.named_modules() if type(module) is nn.Linear]
             # bitsandbytes quantises all layers but the head; in a vision-language model, those of its language tower
             packed = {at for name, at in linear if towers is None or vision.tower_of(towers, name) == "language"}
-            fake_kernels.quantise(model, bits, packed - {id(head)})
+            fake_layers.quantise(model, bits, packed - {id(head)})
         if answers and not isinstance(cfg.tuning, Lora):  # a checkpoint is a whole model
             trained: nn.Module = model
         else:
@@ -138,7 +138,7 @@ def build_on_meta(cfg: StepConfig, kernels: fake_kernels.DeviceKernels, *, answe
         else:
             keep_reference_copy(cfg.objective, cfg.tuning, trained)
     if kernels.device == "cuda":
-        fake_kernels.fuse_dropout(trained)
+        fake_layers.fuse_dropout(trained)
     for module in trained.modules():
         if getattr(module, "rope_type", None) in STRETCHED_ROPE:
             # these read the largest position, but fake tensors have no values
@@ -199,7 +199,7 @@ def materialise_fakes(
     unit_of = {id(m): at for at, layer in enumerate([*layers_of(model), *other_layers(model)]) for m in layer.modules()}
     made: dict[int, tuple[Tensor, Tensor]] = {}
     mapped: list[Tensor] = []
-    is_packed = any(isinstance(module, fake_kernels.Nf4Linear | fake_kernels.Int8Linear) for module in model.modules())
+    is_packed = any(isinstance(module, fake_layers.Nf4Linear | fake_layers.Int8Linear) for module in model.modules())
     for is_adapter in (False, True):
         for name, module in model.named_modules():
             if ("lora_" in name) is is_adapter:
@@ -219,7 +219,7 @@ def materialise_fakes(
 
 def _dense(module: nn.Module) -> list[Tensor]:
     """Returns the tensors from which a quantised layer is made: as they are read, and for 8 bits also in fp16."""
-    if not isinstance(module, fake_kernels.Nf4Linear | fake_kernels.Int8Linear):
+    if not isinstance(module, fake_layers.Nf4Linear | fake_layers.Int8Linear):
         return []
     return [torch.zeros(module.out_features, module.in_features, dtype=dtype) for dtype in module.made_from]
 
@@ -240,7 +240,7 @@ def _mapped(
             continue
         others = [dtype for dtype in stored if is_packed or dtype is not _loaded_as(path, old, loaded)]
         if others:
-            is_matrix = name == "weight" and isinstance(module, fake_kernels.Nf4Linear | fake_kernels.Int8Linear)
+            is_matrix = name == "weight" and isinstance(module, fake_layers.Nf4Linear | fake_layers.Int8Linear)
             count = module.in_features * module.out_features if is_matrix else old.numel()  # type: ignore[operator]
             dtype = max(others, key=lambda one: one.itemsize)
             found.append(torch.empty(count, dtype=dtype, device="cpu"))  # type: ignore[arg-type]
@@ -313,7 +313,7 @@ def measure_size(cfg: StepConfig) -> ModelFootprint:
     model = build_on_meta(cfg, fake_kernels.device_kernels(cfg.device, cfg.capability, cfg.precision))
     trained, kind = trainable_of(model), cfg.optimizer.kind
     is_paged, is_eight_bit = kind.startswith("paged"), kind.endswith("8bit")
-    quantised = [module for module in model.modules() if isinstance(module, fake_kernels.Nf4Linear)]
+    quantised = [module for module in model.modules() if isinstance(module, fake_layers.Nf4Linear)]
     packed = sum(module.in_features * module.out_features - module.weight.numel() for module in quantised)
     of_experts = [p for experts in experts_of(model).values() for p in experts.parameters()]
     has_vision = vision.vision_forward_in(model) is not None
@@ -338,7 +338,7 @@ def measure_size(cfg: StepConfig) -> ModelFootprint:
         trainable_tensors=len(trained),
         weight_bytes=_bytes(model.parameters()),
         trainable_bytes=_bytes(trained.values()),
-        paged_bytes=fake_kernels.paged_bytes(trained.values(), is_eight_bit=is_eight_bit) if is_paged else 0,
+        paged_bytes=fake_layers.paged_bytes(trained.values(), is_eight_bit=is_eight_bit) if is_paged else 0,
         towers=towers,
         tower_names={tower: frozenset(names) for tower, names in tower_names.items()},
         unused=vision.unused_modules(model) if has_vision else (),

@@ -22,7 +22,8 @@ from finefit.objective.batch import Batch, Extra
 from finefit.rehearse import layer_kinds
 from finefit.rehearse.allocator import replay
 from finefit.rehearse.cost_model import Rates, instant_seconds
-from finefit.rehearse.fake_kernels import device_kernels, fake_dense_weight
+from finefit.rehearse.fake_kernels import device_kernels
+from finefit.rehearse.fake_layers import fake_dense_weight
 from finefit.rehearse.fake_model import (
     StepConfig,
     build_on_meta,

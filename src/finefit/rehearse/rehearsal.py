@@ -28,7 +28,7 @@ from finefit.model.resolve_model import custom_source_in
 from finefit.objective.batch import Batch, Extra, Forward, Packed, Paired
 from finefit.objective.batch import Objective as Minimised
 from finefit.objective.losses import DpoLoss
-from finefit.rehearse import fake_kernels
+from finefit.rehearse import fake_kernels, fake_layers
 from finefit.rehearse.fake_model import (
     StepConfig,
     build_on_meta,
@@ -82,10 +82,10 @@ def rehearse(
         recorder.is_selective = cfg.levers.keep_attention
         is_fused = cfg.levers.kernels == "fused" and cfg.device == "cuda"
         fused = recorder.launching(fake_kernels.FakeFusedKernels()) if is_fused else None
-        apply_levers(model, cfg.levers, _HostMemory(recorder.trace), fused, fake_kernels.fake_dense_weight)
+        apply_levers(model, cfg.levers, _HostMemory(recorder.trace), fused, fake_layers.fake_dense_weight)
         if cfg.device == "cuda" and cfg.precision != "fp32":
-            fake_kernels.leave_uncast(model)
-            fake_kernels.widen_norms(model)
+            fake_layers.leave_uncast(model)
+            fake_layers.widen_norms(model)
         if not trainable_of(model):
             what = ", ".join(frozen_adapters(model)) or "every tensor"
             raise ModelError(f"nothing is trained: {what} is frozen", "keep requires_grad=True for trained tensors")
@@ -259,7 +259,7 @@ def _optimizer(model: nn.Module, spec: AdamW, device: str) -> torch.optim.Optimi
         return real
     groups = (copy.copy(group) for group in real.param_groups)
     is_eight_bit, is_paged = spec.kind.endswith("8bit"), spec.kind.startswith("paged")
-    return fake_kernels.BitsAndBytesAdamW(groups, is_eight_bit=is_eight_bit, is_paged=is_paged)
+    return fake_layers.BitsAndBytesAdamW(groups, is_eight_bit=is_eight_bit, is_paged=is_paged)
 
 
 class _HostMemory:
