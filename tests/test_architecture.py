@@ -89,6 +89,7 @@ ALLOWED = {
     ("finefit.data.examples", "_map"): "the prepared rows, which are whole by their digest",
     ("finefit.data.template_process", "forget"): "/dev/null",
     ("finefit.data.template_process", "_address_space_bytes"): _SYSTEM,
+    ("finefit.drafts.data_file", "_is_json"): _MEMORY,
     ("finefit.facts.converters", "_pins"): _OURS,
     ("finefit.facts.machine", "read_cpu_model"): _SYSTEM,
     ("finefit.facts.machine", "read_peak_resident_bytes"): _SYSTEM,
@@ -106,8 +107,8 @@ ALLOWED = {
     ("finefit.spec.load", "changed_text"): _MEMORY,
     ("finefit.tasks.short_answer", "_json_object"): "the answer of a model, of at most max_new_tokens",
     ("finefit.train.ranks", "rendezvous"): "a message of another rank of the same run",
-    ("finefit.web.review", "page"): _OURS,
-    ("finefit.web.review", "_body"): "the body of a request, which the server has limited",
+    ("finefit.web.server", "file_response"): _OURS,
+    ("finefit.web.server", "body_of"): "the body of a request, which the server has limited",
 }
 """Functions that open, read or parse without `finefit.bounded` or `finefit.artifacts.reading`, and why they may."""
 _READERS = ("read_text", "read_bytes")
