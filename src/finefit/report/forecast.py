@@ -304,10 +304,11 @@ def _levers(forecast: Forecast, console: Console) -> Iterator[Text]:
         "compile": "layers compiled" if levers.compile else None,
     }
     pulled = {lever: said for lever, said in words.items() if said is not None}
-    indent = max(map(len, pulled.values())) + layout.GAP
+    width = console.width - layout.GUTTER
+    indent = min(max(map(len, pulled.values())), width // 2) + layout.GAP
     for lever, said in pulled.items():
         reason = Text(forecast.reasons.get(lever, ""), style="dim")
-        yield from layout.hanging(console, Text(said), reason, indent=indent, width=console.width - layout.GUTTER)
+        yield from layout.hanging(console, Text(said), reason, indent=indent, width=width)
     if neutral := [said for lever, said in NEUTRAL.items() if lever not in pulled]:
         yield from _wrapped(console, ", ".join(neutral), style="dim")
 

@@ -51,8 +51,14 @@ def section(label: str, lines: Iterable[Text]) -> Iterator[Text]:
 
 
 def hanging(console: Console, lead: Text, body: Text, *, indent: int, width: int) -> Iterator[Text]:
-    """`body` wrapped at `indent`, its first line after `lead`; spaces at its beginning indent all lines further."""
+    """`body` wrapped at `indent`, its first line after `lead`, which has a line of its own if it is longer; spaces at
+    its beginning indent all lines further."""
     deeper = len(body.plain) - len(body.plain.lstrip())
+    if len(lead) > indent + deeper:
+        yield trimmed(lead)
+        if not body.plain.strip():
+            return
+        lead = Text()
     words = body[deeper:] if body.plain.strip() else body
     for at, line in enumerate(words.wrap(console, max(width - indent - deeper, 16))):
         left = Text() if at else lead
