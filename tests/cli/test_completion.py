@@ -11,7 +11,7 @@ BIN = Path(sys.executable).parent
 VERBS = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
 OFFERED = {
     "finefit ''": VERBS,
-    "finefit re": {"review", "recipes"},
+    "finefit re": {"review", "report", "recipes"},
     "finefit plan --appl": {"--apply"},
 }
 OFFER = """offer() {

@@ -15,6 +15,7 @@ from finefit.artifacts.rundir import StageDir
 from finefit.artifacts.stage_records import EvalRequest
 from finefit.data.render import Renderer
 from finefit.data.rows import Message, Row, item_line
+from finefit.evaluate.score import made_with
 from finefit.evaluate.worker import EvalJob, read_job
 from finefit.facts.files import read_model_folder, sha256_of
 from finefit.spec.schema import Evaluation
@@ -84,7 +85,8 @@ def make_work(
     evaluation = Evaluation.model_validate({"task": task, "max_new_tokens": max_new_tokens, **more})
     paths = where.evaluation(evaluation.label, "base", evaluation.limit)
     paths.folder.mkdir(parents=True)
-    write_record(
-        paths.request, EvalRequest(checkpoint="base", evaluation=evaluation, subject=subject, batch_limit=batch_limit)
+    request = EvalRequest(
+        checkpoint="base", evaluation=evaluation, subject=subject, batch_limit=batch_limit, made_with=made_with()
     )
+    write_record(paths.request, request)
     return read_job(paths.request)

@@ -119,9 +119,9 @@ def asked(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cal
     questions: list[object] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def note(_: client.Job, *arguments: object) -> RehearsalResult:
-        questions.extend(arguments)
-        return RehearsalResult()
+    def note(_: client.Job, request: RehearsalRequest) -> RehearsalResult:
+        questions.append(request)
+        return RehearsalResult(forecasts=tuple(make_forecast() for _ in request.cards))
 
     monkeypatch.setattr(client, "ask", note)
     lengths = Lengths(num_rows=4, longest=8, mean=8.0, supervised=4, mean_supervised=4.0, source="counted")
