@@ -58,7 +58,7 @@ def test_another_card_says_nothing_of_this_one() -> None:
     assert uncertainty("A100-80GB") == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize("package", ["torch", "transformers", "peft"])
+@pytest.mark.parametrize("package", ["finefit", "torch", "transformers", "peft"])
 def test_another_version_of_a_package_says_nothing_of_this_one(place: Path, package: str) -> None:
     keep_measurement(_measured("RTX 4090", 120, 100))
     line = json.loads(place.read_text())
@@ -75,6 +75,38 @@ def test_a_line_that_a_kill_tore_is_passed_over(place: Path) -> None:
         file.write('{"card": "RTX 4090", "predicted_by')
     keep_measurement(_measured("RTX 4090", 101, 100))
     assert uncertainty("RTX 4090") == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "\0\0{}",
+        "[1]",
+        '{"predicted_bytes": 0, "predicted_seconds": 0}',
+        '{"measured_bytes": 0, "measured_seconds": NaN}',
+        '{"measured_bytes": "many", "measured_seconds": null}',
+    ],
+)
+def test_a_damaged_line_costs_only_what_it_said(place: Path, damaged: str) -> None:
+    for _ in range(2):
+        keep_measurement(_measured("RTX 4090", 103, 100))
+        keep_step_time(_step("RTX 4090", "a host", 2.4))
+    values = json.loads(damaged) if damaged.startswith("{") else None
+    first, second, *others = place.read_text().splitlines()
+    spoilt = [damaged] if values is None else [json.dumps(json.loads(line) | values) for line in (first, second)]
+    place.write_text("\n".join([*spoilt, *others]) + "\n")
+    assert uncertainty("RTX 4090") == pytest.approx(0.03)
+    assert time_factor("RTX 4090", "a host") == pytest.approx(1.2)
+
+
+def test_a_measurement_that_cannot_be_kept_stops_no_training(place: Path) -> None:
+    place.parent.write_text("a file where the cache should be")
+    keep_measurement(_measured("RTX 4090", 103, 100))
+    keep_step_time(_step("RTX 4090", "a host", 2.4))
+    place.parent.unlink()
+    place.mkdir(parents=True)
+    keep_measurement(_measured("RTX 4090", 103, 100))
+    assert (uncertainty("RTX 4090"), time_factor("RTX 4090", "a host")) == (None, None)
 
 
 def test_an_error_above_zero_means_that_too_much_was_predicted() -> None:

@@ -5,25 +5,30 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+from pydantic import Field, PositiveInt, ValidationError
 
 import finefit
-from finefit.artifacts.atomic import Journal, publish, read_lines, staged_folder
+from finefit.artifacts.atomic import Journal, parse_line, publish, staged_folder
+from finefit.artifacts.reading import adapter_of, read_bytes
 from finefit.artifacts.records import Record, read_record, write_record
 from finefit.errors import DiskFull, RunError
 from finefit.facts.files import finefit_cache
 from finefit.facts.machine import CPUINFO, count_cores, read_cpu_model
 
 R = TypeVar("R", bound=Record)
+M = TypeVar("M", "Measurement", "StepTime")
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 WORTH_A_WARNING = 0.03
-_PACKAGES = ("torch", "transformers", "peft")
+_PACKAGES = ("finefit", "torch", "transformers", "peft")
 _ABANDONED_SECONDS = 86400
 _LATEST_RUNS = 10
 """Runs that correct predicted times; earlier ones may have had other settings of card and host."""
@@ -124,8 +129,8 @@ def forget_old(root: Path, *, max_entries: int | None = None, max_bytes: int | N
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     card: str
-    predicted_bytes: int
-    measured_bytes: int
+    predicted_bytes: PositiveInt
+    measured_bytes: PositiveInt
 
     @property
     def error(self) -> float:
@@ -134,18 +139,12 @@ class Measurement:
 
 
 def keep_measurement(found: Measurement) -> None:
-    with Journal(_measurements()) as journal:
-        journal.write(**asdict(found), versions=_versions())
+    _keep(found)
 
 
 def uncertainty(card: str) -> float | None:
     """The largest relative error of this card's predictions with the installed versions; None without a measurement."""
-    errors = (
-        abs(line["predicted_bytes"] / line["measured_bytes"] - 1)
-        for line in read_lines(_measurements())
-        if (line.get("card"), line.get("versions")) == (card, _versions()) and "predicted_bytes" in line
-    )
-    return max(errors, default=None)
+    return max((abs(found.error) for found in _kept(Measurement) if found.card == card), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,30 +154,43 @@ class StepTime:
     card: str
     host: str
     """`host_here` of the machine with the card."""
-    predicted_seconds: float
-    measured_seconds: float
+    predicted_seconds: _Seconds
+    measured_seconds: _Seconds
 
 
 def keep_step_time(found: StepTime) -> None:
-    with Journal(_measurements()) as journal:
-        journal.write(**asdict(found), versions=_versions())
+    _keep(found)
 
 
 def time_factor(card: str, host: str) -> float | None:
     """Measured by predicted time: the median of the latest runs on this card and host with the installed versions; None
     without a run."""
-    factors = [
-        line["measured_seconds"] / line["predicted_seconds"]
-        for line in read_lines(_measurements())
-        if (line.get("card"), line.get("host"), line.get("versions")) == (card, host, _versions())
-        and "predicted_seconds" in line
-    ]
-    return median(factors[-_LATEST_RUNS:]) if factors else None
+    runs = [found for found in _kept(StepTime) if (found.card, found.host) == (card, host)]
+    factors = [run.measured_seconds / run.predicted_seconds for run in runs[-_LATEST_RUNS:]]
+    return median(factors) if factors else None
 
 
 def host_here() -> str:
     """The same for machines of one kind, such as the containers of one server."""
     return f"{read_cpu_model(CPUINFO)}, {count_cores()} cores"
+
+
+def _keep(found: Measurement | StepTime) -> None:
+    """What cannot be written is only not known later: the training that measured it goes on."""
+    with suppress(OSError, DiskFull, RunError), Journal(_measurements()) as journal:
+        journal.write(**asdict(found), versions=_versions())
+
+
+def _kept(kind: type[M]) -> Iterator[M]:
+    """Of the installed versions. What cannot be read, such as a damaged line, is passed over: plans need none of it."""
+    try:
+        lines, versions = read_bytes(_measurements()).splitlines(), _versions()
+    except RunError:
+        return
+    for line in map(parse_line, lines):
+        if line is not None and line.get("versions") == versions:
+            with suppress(ValidationError):
+                yield adapter_of(kind).validate_python(line)
 
 
 def _measurements() -> Path:
