@@ -16,6 +16,7 @@ from finefit.artifacts.cache import StepTime, host_here, keep_step_time
 from finefit.artifacts.forecasts import Lengths, PlanningProgress, RehearsalRequest, RehearsalResult
 from finefit.errors import ModelError
 from finefit.facts.cards import parse_card
+from finefit.facts.nvml import Card
 from finefit.plan import client
 from finefit.plan.client import (
     PlannerProcess,
@@ -149,6 +150,7 @@ def asked(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cal
         "precision=fp16",
         "optimizer.kind=paged_adamw",
         "levers.update=after",
+        "save.every=10 steps",
     ],
 )
 def test_what_a_forecast_depends_on_is_asked_again(asked: Callable[..., int], override: str) -> None:
@@ -189,7 +191,29 @@ def test_a_setting_of_this_machine_matters_on_this_machine_only(
     assert asked(card=card) == times
 
 
-@pytest.mark.parametrize(("named", "seen"), [("", None), ("1", (1,)), ("2, 3", (2, 3)), ("GPU-8932", None)])
+def _has_cards(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    cards = (
+        Card(name=name, memory_bytes=None, free_bytes=None, driver="580.1", compute_capability=None) for name in names
+    )
+    found = tuple(cards), None
+    monkeypatch.setattr(client, "read_cards", lambda: found)
+
+
+@pytest.mark.parametrize("card", ["auto", "24GiB"])
+def test_another_card_or_host_is_asked_again_with_the_same_cache(
+    asked: Callable[..., int], monkeypatch: pytest.MonkeyPatch, card: str
+) -> None:
+    """A home that several machines share, or a machine with different cards of which one is chosen."""
+    _has_cards(monkeypatch, "NVIDIA L4", "NVIDIA H200")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert asked(card=card) == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert asked(card=card) == 2
+    monkeypatch.setattr(client, "host_here", lambda: "another host")
+    assert (asked(card=card), asked(card=card)) == (3, 3)
+
+
+@pytest.mark.parametrize(("named", "seen"), [("", None), ("1", (1,)), ("3, 2", (3, 2)), ("GPU-8932", None)])
 def test_the_cards_that_are_visible_are_known_by_their_numbers(
     monkeypatch: pytest.MonkeyPatch, named: str, seen: tuple[int, ...] | None
 ) -> None:
@@ -337,3 +361,18 @@ def test_times_are_those_that_earlier_runs_on_this_card_and_host_took(
     assert (now.peak_bytes, now.levers) == (found.peak_bytes, found.levers)
     other = replace(found, card="L4")
     assert as_measured(other, parse_card("L4")) == other
+
+
+def test_a_plan_for_this_machine_takes_the_times_of_what_it_runs_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processor, or the card that CUDA_VISIBLE_DEVICES names first."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _has_cards(monkeypatch, "NVIDIA L4", "NVIDIA H200")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    for card, measured in (("H200", 1.5), ("L4", 4.0)):
+        keep_step_time(StepTime(card=card, host=host_here(), predicted_seconds=1.0, measured_seconds=measured))
+    for card, seconds in (("auto", 3.0), ("24GiB", 3.0)):
+        assert as_measured(make_forecast(card="H200", step_seconds=2.0), parse_card(card)).step_seconds == seconds
+    on_processor = make_forecast(card="cpu", step_seconds=2.0)
+    assert as_measured(on_processor, parse_card("cpu")) == on_processor

@@ -106,6 +106,11 @@ def read_cards() -> tuple[tuple[Card, ...], str | None]:
     return cards, None if cards else "the NVIDIA driver is installed and finds no card"
 
 
+def numbered(cards: tuple[Card, ...], numbers: tuple[int, ...] | None) -> tuple[Card, ...]:
+    """The cards with these numbers, in the order in which CUDA then counts them; all of them without numbers."""
+    return cards if numbers is None else tuple(cards[at] for at in numbers if at < len(cards))
+
+
 def _card(number: int) -> Card:
     """Memory in whole MiB, as nvidia-smi shows it."""
     handle = pynvml.nvmlDeviceGetHandleByIndex(number)

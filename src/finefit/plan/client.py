@@ -29,14 +29,14 @@ from finefit.artifacts.forecasts import (
 from finefit.artifacts.processes import allocator_setting
 from finefit.artifacts.stage_records import Subject
 from finefit.errors import FinefitError, ModelError
-from finefit.facts.cards import CardKind, CardRequest, find_kind, parse_card
+from finefit.facts.cards import CardRequest, find_kind, parse_card
 from finefit.facts.machine import MEMORY_LIMITS, count_cores, read_memory_bytes, read_version
-from finefit.facts.nvml import read_cards
+from finefit.facts.nvml import Card, numbered, read_cards
 from finefit.model.resolve_model import read_stub
 from finefit.spec.data import Data, HeldOut, Source
 from finefit.spec.load import spec_to_json
 from finefit.spec.models import Lora, ShapeModel, Tuning
-from finefit.spec.schema import AdamW, Dpo, Evaluation, LocalLauncher, NanStop, Save, SlurmLauncher, Spec, Validation
+from finefit.spec.schema import AdamW, Dpo, Evaluation, LocalLauncher, NanStop, SlurmLauncher, Spec, Validation
 from finefit.spec.served import Server
 
 Job = Literal[
@@ -178,12 +178,12 @@ def forecast(
 
 def as_measured(found: Forecast, card: CardRequest) -> Forecast:
     """With times as earlier runs on this card and host took. A budget alone means a part of the card here."""
-    names = [kind.name for kind in _kinds_here()] if card.kind is None else [found.card]
-    factor = time_factor(names[0], host_here()) if names else None
+    name = found.card if card.kind is not None or found.card == "cpu" else _kind_here()
+    factor = None if name is None else time_factor(name, host_here())
     if factor is None or found.step_seconds is None:
         return found
 
-    note = f"times are {factor:.2f} x the prediction, as in earlier runs on {names[0]} in this host"
+    note = f"times are {factor:.2f} x the prediction, as in earlier runs on {name} in this host"
 
     def scaled(seconds: float | None) -> float | None:
         return None if seconds is None else seconds * factor
@@ -199,9 +199,15 @@ def as_measured(found: Forecast, card: CardRequest) -> Forecast:
     )
 
 
-def _kinds_here() -> list[CardKind]:
-    found = (find_kind(card.name, card.memory_bytes) for card in read_cards()[0])
-    return [kind for kind in found if kind is not None]
+def _kind_here() -> str | None:
+    """The name of the card that a run on this machine uses; None if there is none, or none that is known."""
+    card = next(iter(_cards_here()), None)
+    kind = None if card is None else find_kind(card.name, card.memory_bytes)
+    return None if kind is None else kind.name
+
+
+def _cards_here() -> tuple[Card, ...]:
+    return numbered(read_cards()[0], visible_cards())
 
 
 def eval_limits_here(
@@ -249,9 +255,15 @@ def _answer(request: RehearsalRequest) -> RehearsalResult:
     here: list[object] = []
     if any(card.is_auto or card.is_cpu for card in map(parse_card, request.cards)):
         free = [(card.name, (card.free_bytes or 0) // _FREE_STEP_BYTES) for card in read_cards()[0]]
-        here = [[free, count_cores(), read_memory_bytes(MEMORY_LIMITS)], request.visible, request.allocator]
+        here = [
+            [free, count_cores(), read_memory_bytes(MEMORY_LIMITS)],
+            request.visible,
+            request.allocator,
+            host_here(),
+        ]
     elif any(parse_card(card).kind is None for card in request.cards):
-        here = [[(card.name, card.memory_bytes) for card in read_cards()[0]]]  # whose rates compare candidates
+        # whose rates compare candidates
+        here = [[(card.name, card.memory_bytes) for card in _cards_here()], host_here()]
     libraries = [(name, read_version(name)) for name in _LIBRARIES]
     key = [*asked, request.budget_bytes, *here, libraries, source_digest(*_PACKAGES)]
     return cached_record("forecasts", key, RehearsalResult, lambda: ask("rehearse", request), max_entries=_MAX_CACHED)
@@ -277,7 +289,7 @@ def _relevant(spec: Spec, nodes: int | None) -> Spec:
         "optimizer": AdamW(lr=1e-5, kind=spec.optimizer.kind, clip=None if spec.optimizer.clip is None else 1.0),
         "evaluate": tuple(map(_relevant_evaluation, spec.evaluate)),
         "validation": Validation(),
-        "save": Save(keep=spec.save.keep),
+        "save": spec.save,
         "tuning": _without_adapter_path(spec.tuning),
         "launcher": SlurmLauncher(kind="slurm", nodes=nodes) if nodes > 1 else LocalLauncher(kind="local"),
         "trackers": (),
@@ -301,6 +313,6 @@ def _relevant_evaluation(evaluation: Evaluation) -> Evaluation:
 
 
 def visible_cards() -> tuple[int, ...] | None:
-    """Returns the indices in CUDA_VISIBLE_DEVICES; None if it is not set, or names cards in another way."""
+    """Returns the indices in CUDA_VISIBLE_DEVICES, in order; None if it is not set, or names cards in another way."""
     named = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return tuple(map(int, named)) if all(part.isdigit() for part in named) else None

@@ -33,6 +33,7 @@ from finefit.custom.model import prove_custom_loadable
 from finefit.errors import FinefitError
 from finefit.facts.cards import parse_card
 from finefit.facts.machine import Machine, read_machine
+from finefit.facts.nvml import numbered
 from finefit.model.load import quiet
 from finefit.model.loadable import prove_loadable
 from finefit.model.resolve_model import custom_source_in
@@ -63,9 +64,7 @@ _TOKENS_BESIDE_IMAGE = 2
 def rehearse(request: RehearsalRequest, report: Report = lambda _: None) -> RehearsalResult:
     """`report` is called with every candidate before it is rehearsed."""
     machine = read_machine()
-    if request.visible is not None:
-        cards = tuple(card for at, card in enumerate(machine.cards) if at in request.visible)
-        machine = replace(machine, cards=cards)
+    machine = replace(machine, cards=numbered(machine.cards, request.visible))
     if request.only_eval_limits:
         return RehearsalResult(eval_limits=tuple(_eval_limits(request, machine, report)))
     return RehearsalResult(forecasts=tuple(_forecasts(request, machine, report)))
