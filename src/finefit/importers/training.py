@@ -322,7 +322,7 @@ TRAINING_ARGUMENTS: dict[str, Key] = {
     "max_steps": by("schedule.steps", steps, "-1 means that epochs decide"),
     "warmup_ratio": by("schedule.warmup", warmup_ratio, "warmup_steps decides if both are given"),
     "warmup_steps": by(
-        "schedule.warmup", warmup_steps, "finefit warms up over 0.03 of all steps by default", default=0
+        "schedule.warmup", warmup_steps, "finefit's own is 0.03 of all steps", default=0
     ),
     "bf16": by("precision", precision("bf16"), "`true` is `bf16`"),
     "fp16": by("precision", precision("fp16"), "`true` is `fp16`"),
