@@ -173,6 +173,46 @@ trainer = train_on_responses_only(trainer, instruction_part="<u>", response_part
         arguments_of("print(1)", Path("a.py"))
 
 
+_SCRIPT = """
+model = FastLanguageModel.from_pretrained("owner/model", load_in_4bit=True)
+{before}
+trainer = SFTTrainer(model=model, args=SFTConfig(learning_rate=lr))
+{after}
+"""
+
+
+def test_what_a_script_loads_after_its_training_or_never_is_not_its_model() -> None:
+    after = """
+if False:
+    model = FastLanguageModel.from_pretrained("lora_model", load_in_4bit=False)
+model = AutoModelForCausalLM.from_pretrained("outputs")
+"""
+    before = 'tokenizer = AutoTokenizer.from_pretrained("owner/tokenizer")\nlr = 1e-4'
+    values = arguments_of(_SCRIPT.format(before=before, after=after), Path("a.py"))
+    assert values == {"model_name": "owner/model", "load_in_4bit": True, "learning_rate": 1e-4}
+
+
+@pytest.mark.parametrize("bound", ["lr = lr * 2", "lr = 2e-4", "lr *= 2", "for lr in (1e-3, 2e-3): pass"])
+def test_a_name_that_is_bound_twice_stands_for_no_value(bound: str) -> None:
+    values = arguments_of(_SCRIPT.format(before=f"lr = 1e-4\n{bound}", after=""), Path("a.py"))
+    assert values["learning_rate"] == "<lr>"
+
+
+@pytest.mark.parametrize(
+    ("before", "named"),
+    [
+        (
+            'rows = load_dataset("json", data_files="a.jsonl")\ntest = load_dataset("json", data_files="b.jsonl")',
+            "b.jsonl",
+        ),
+        ("first = SFTTrainer(args=SFTConfig(learning_rate=1e-5))", "2 trainings"),
+    ],
+)
+def test_a_script_that_leaves_open_what_it_trains_on_is_refused(before: str, named: str) -> None:
+    with pytest.raises(SpecError, match=named):
+        arguments_of(_SCRIPT.format(before=before, after=""), Path("a.py"))
+
+
 @pytest.mark.parametrize(
     ("pattern", "names"),
     [

@@ -3,9 +3,10 @@ arguments of a Python script or notebook, which is parsed and never run."""
 
 import ast
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -28,6 +29,7 @@ _CALLS = {
     "train_on_responses_only": "answers",
 }
 """Calls whose arguments are a training's settings."""
+_TRAINERS = ("SFTTrainer", "DPOTrainer")
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -90,18 +92,58 @@ def arguments_of(text: str, path: Path) -> dict[str, Any]:
         tree = ast.parse(_code(text, path))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise SpecError(f"{path} is not Python: {first_line(error)}", "save the notebook again") from None
-    known = {"True": True, "False": False, "None": None}
+    calls = _calls_of_training(tree, path)
+    known = _constants(tree)
     found: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            value, is_known = _literal(node.value, known)
-            known |= {node.targets[0].id: value} if is_known else {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and (name := _name(node.func)) in _CALLS:
-            found |= _arguments(node, name, known)
+    for call in calls:
+        for key, value in _arguments(call, _name(call.func), known):
+            if key in found and found[key] != value:  # which of them is trained with, only running would tell
+                problem = f"{path} gives {key} twice before it trains, as {found[key]!r} and as {value!r}"
+                raise SpecError(problem, "keep the call that the training uses, or write its arguments as YAML")
+            found[key] = value
     if not found:
         raise SpecError(f"{path} calls none of {', '.join(_CALLS)}", "name a training script or notebook")
     return found
+
+
+def _calls_of_training(tree: ast.AST, path: Path) -> list[ast.Call]:
+    """Returns the calls in the order of the text, without those that load a tokenizer, those under `if False`, and
+    those that come after the trainer: a notebook goes on to load what it has trained."""
+    dead = {
+        id(node) for branch in ast.walk(tree) if _is_dead(branch) for part in branch.body for node in ast.walk(part)
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and id(node) not in dead]
+    calls = [call for call in calls if _name(call.func) in _CALLS and not _loads_texts(call.func)]
+    trainers = [call for call in calls if _name(call.func) in _TRAINERS]
+    if len(trainers) > 1:
+        lines = " and ".join(str(call.lineno) for call in trainers)
+        raise SpecError(f"{path} sets up {len(trainers)} trainings, in lines {lines}", "keep the one that is meant")
+    end = trainers[0].end_lineno if trainers else None
+    kept = (call for call in calls if end is None or call.lineno <= end or _CALLS[_name(call.func)] == "answers")
+    return sorted(kept, key=lambda call: (call.lineno, call.col_offset))
+
+
+def _is_dead(node: ast.AST) -> TypeGuard[ast.If]:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Constant) and not node.test.value
+
+
+def _loads_texts(function: ast.expr) -> bool:
+    """Whether it loads a tokenizer or a processor instead of a model."""
+    owner = _name(function.value) if isinstance(function, ast.Attribute) else ""
+    return owner.endswith(("Tokenizer", "TokenizerFast", "Processor"))
+
+
+def _constants(tree: ast.AST) -> dict[str, Any]:
+    """Returns the literals that names stand for. A name that is bound twice, or by anything but an assignment, may
+    stand for another value where it is used."""
+    stores = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    bound = Counter([node.id for node in stores] + [node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)])
+    known: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and bound[node.targets[0].id] == 1:
+            value, is_known = _literal(node.value, known)
+            known |= {node.targets[0].id: value} if is_known else {}
+    return known
 
 
 def _code(text: str, path: Path) -> str:

@@ -321,9 +321,7 @@ TRAINING_ARGUMENTS: dict[str, Key] = {
     "num_train_epochs": by("schedule.epochs", epochs(), "max_steps above 0 decides instead", default=3.0),
     "max_steps": by("schedule.steps", steps, "-1 means that epochs decide"),
     "warmup_ratio": by("schedule.warmup", warmup_ratio, "warmup_steps decides if both are given"),
-    "warmup_steps": by(
-        "schedule.warmup", warmup_steps, "finefit's own is 0.03 of all steps", default=0
-    ),
+    "warmup_steps": by("schedule.warmup", warmup_steps, "finefit's own is 0.03 of all steps", default=0),
     "bf16": by("precision", precision("bf16"), "`true` is `bf16`"),
     "fp16": by("precision", precision("fp16"), "`true` is `fp16`"),
     "tf32": same("the speed of fp32 products; finefit leaves torch's setting"),
