@@ -1,4 +1,4 @@
-"""Thirty configs, written by hand with the keys that other tools' own examples have: the tool, the text, settings that
+"""Configs, written by hand with the keys that other tools' own examples have: the tool, the text, settings that
 the spec must have, and keys that must be listed as not carried over because they change what is trained."""
 
 from dataclasses import dataclass, field
@@ -94,6 +94,13 @@ max_steps: 10
 """
 
 CASES: tuple[Case, ...] = (
+    Case(
+        name="axolotl-sparse",
+        tool="axolotl",
+        text=AXOLOTL + "s2_attention: true\n",
+        settings={},
+        lost=("s2_attention",),
+    ),
     Case(
         name="axolotl-full",
         tool="axolotl",
@@ -333,6 +340,25 @@ CASES: tuple[Case, ...] = (
         tool="torchtune",
         text=TORCHTUNE.replace("lora_llama", "qlora_llama") + "max_steps_per_epoch: 25\nclip_grad_norm: 1.0\n",
         settings={"tuning.base_bits": 4, "schedule.steps": 50, "optimizer.clip": 1.0},
+    ),
+    Case(
+        name="torchtune-lora-by-default",
+        tool="torchtune",
+        text=TORCHTUNE.replace(", lora_rank: 64, lora_alpha: 128", ""),
+        settings={"tuning.rank": 8, "tuning.alpha": 16},
+    ),
+    Case(
+        name="torchtune-several-files",
+        tool="torchtune",
+        text=TORCHTUNE.replace("source: owner/rows,", "source: json, data_files: [a.jsonl, b.jsonl], filter_fn: mine,"),
+        settings={"data.train.0.path": "a.jsonl", "data.train.1.path": "b.jsonl"},
+        lost=("dataset",),
+    ),
+    Case(
+        name="torchtune-a-file-of-the-hub",
+        tool="torchtune",
+        text=TORCHTUNE.replace("source: owner/rows,", "source: owner/rows, data_files: a.jsonl,"),
+        settings={"data.train.0.path": "hf://datasets/owner/rows/a.jsonl"},
     ),
     Case(
         name="unsloth-4-bits-by-default",

@@ -511,6 +511,7 @@ KEYS: dict[str, Key] = {
     "neftune_noise_alpha": shared.NEFTUNE,
     "noisy_embedding_alpha": shared.NEFTUNE,
     "label_smoothing_factor": shared.LABEL_SMOOTHING,
+    "s2_attention": left("every token attends to all before it: shifted sparse attention (LongLoRA) is not offered"),
     "freeze_mm_modules": same("LoRA is on the language tower; towers are named by `tuning.targets`"),
     "reinit_weights": left("training starts from the model's weights"),
     "plugins": by("", _plugins, "Liger and cut cross entropy are chosen by the planner; others are named"),
@@ -556,7 +557,7 @@ KEYS: dict[str, Key] = {
         name: same(shared.KERNELS)
         for name in (
             *("attn_implementation", "flash_attention", "xformers_attention", "sdp_attention", "flex_attention"),
-            *("s2_attention", "flash_optimum", "eager_attention", "cut_cross_entropy", "pretrain_multipack_attn"),
+            *("flash_optimum", "eager_attention", "cut_cross_entropy", "pretrain_multipack_attn"),
             *("use_kernels", "use_scattermoe", "use_sonicmoe", "experts_implementation", "fused_attn_kernel"),
             *("gemma4_hybrid_attn_impl", "use_glm_dsa_kernels", "llama4_linearized_experts"),
         )

@@ -47,6 +47,12 @@ _DATASETS = {
 """The rows of torchtune's named datasets."""
 _TEXTS = ("text_completion_dataset", "cnn_dailymail_articles_dataset", "wikitext_dataset")
 _PAIRS = ("preference_dataset", "stack_exchange_paired_dataset", "hh_rlhf_helpful_dataset")
+_KNOWN_DATASET = frozenset(
+    (
+        *("_component_", "source", "data_files", "split", "column_map", "conversation_column", "conversation_style"),
+        *("column", "packed", "train_on_input", "split_across_pack"),
+    )
+)
 _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -67,6 +73,16 @@ def _model(value: Any, config: Config) -> Outcome:
     return translated(settings)
 
 
+def _of_adapter(key: Key) -> Key:
+    """A key of the builders with an adapter alone."""
+
+    def read(value: Any, config: Config) -> Outcome:
+        has_adapter = "lora_" in (name := _component(config, "model")) or "dora_" in name
+        return key.read(value, config) if has_adapter else equal("all weights are trained")
+
+    return by(key.place, read, key.note, default=key.default)
+
+
 def _folder(value: Any, config: Config) -> Outcome:
     return shared.model(_filled(str(value), config).rstrip("/"), config)
 
@@ -85,7 +101,7 @@ def _layers(value: Any, config: Config) -> Outcome:
 def _dataset(value: Any, config: Config) -> Outcome:
     sections = _sections(config)
     problems: list[str] = []
-    sources = [_source(section, config, problems) for section in sections]
+    sources = [source for section in sections for source in _sources_of(section, config, problems)]
     settings: dict[str, Any] = {"data.train": sources}
     kinds = [str(section.get("_component_", "")).rpartition(".")[2] for section in sections]
     if all(kind in _TEXTS for kind in kinds):
@@ -109,7 +125,7 @@ def _note_of_packs(config: Config, settings: dict[str, Any]) -> str:
     )
 
 
-def _source(section: Mapping[str, Any], config: Config, problems: list[str]) -> dict[str, Any]:
+def _sources_of(section: Mapping[str, Any], config: Config, problems: list[str]) -> list[dict[str, Any]]:
     kind = str(section.get("_component_", "")).rpartition(".")[2]
     name = str(section.get("source") or _DATASETS.get(kind) or kind)
     files = [_filled(str(file), config) for file in as_list(section.get("data_files") or [])]
@@ -118,11 +134,15 @@ def _source(section: Mapping[str, Any], config: Config, problems: list[str]) -> 
         problems.append(f"split {split}: name its files in the path")
     if kind not in _DATASETS and not kind.endswith(("instruct_dataset", "chat_dataset", *_TEXTS, *_PAIRS)):
         problems.append(f"{kind} builds its rows in Python: finefit reads the columns as they are")
-    lost = ("new_system_prompt", "prompt_template", "subset", "message_transform")
-    problems += [f"dataset.{key} is not carried over" for key in lost if section.get(key)]
-    local = name in ("json", "csv", "parquet", "text") and files
-    path = shared.source(config, files[0])[0] if local else shared.source(config, name)[0]
-    return {"path": path} | _fields(section)
+    is_known = _KNOWN_DATASET.__contains__
+    problems += [f"dataset.{key} is not carried over" for key in section if section[key] and not is_known(key)]
+    if files and name in ("json", "csv", "parquet", "text"):
+        paths = [shared.source(config, file)[0] for file in files]
+    elif files:
+        paths = [shared.hub_source(name, file=file) for file in files]
+    else:
+        paths = [shared.source(config, name)[0]]
+    return [{"path": path} | _fields(section) for path in paths]
 
 
 def _fields(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,8 +304,8 @@ KEYS: dict[str, Key] = {
     "model.lora_attn_modules": by("tuning.targets", _layers, "output_proj is o_proj; with the MLP's if asked for"),
     "model.apply_lora_to_mlp": same("part of lora_attn_modules"),
     "model.apply_lora_to_output": left("the head carries no adapter"),
-    "model.lora_rank": whole("tuning.rank", "8 by default", default=None),
-    "model.lora_alpha": number("tuning.alpha"),
+    "model.lora_rank": _of_adapter(whole("tuning.rank", "8 by default", default=8)),
+    "model.lora_alpha": _of_adapter(number("tuning.alpha", "16 by default", default=16)),
     "model.lora_dropout": number("tuning.dropout"),
     "model.use_dora": switch("tuning.dora", True),
     "model.quantize_base": by("tuning.base_bits", shared.base_bits(4), "NF4"),
