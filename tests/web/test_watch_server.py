@@ -16,6 +16,7 @@ import pytest
 
 from finefit.artifacts.atomic import read_lines
 from finefit.artifacts.processes import run_lock
+from finefit.artifacts.records import PipelineState, StageState, write_record
 from finefit.errors import RunError
 from finefit.web.runs import Runs
 from finefit.web.series import TrainingSeries
@@ -331,6 +332,7 @@ import signal, sys
 from pathlib import Path
 from finefit.artifacts.atomic import read_lines
 from finefit.artifacts.processes import run_lock
+from finefit.artifacts.records import PipelineState, StageState, write_record
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
 with run_lock(Path({str(watched.run.lock)!r})):
     print("held", flush=True)
@@ -341,3 +343,39 @@ with run_lock(Path({str(watched.run.lock)!r})):
         assert holder.stdout.readline() == "held\n"
         _act(client, "stop", 204)
         assert holder.wait(timeout=20) == 3
+
+
+def test_stop_ends_no_program_that_trains_in_a_thread(client: Client, watched: Watched) -> None:
+    holds = f"""
+import sys, threading
+from pathlib import Path
+from finefit.artifacts.processes import run_lock
+from finefit.artifacts.records import PipelineState, StageState, write_record
+
+def hold():
+    with run_lock(Path({str(watched.run.lock)!r})):
+        print("held", flush=True)
+        sys.stdin.read()
+
+threading.Thread(target=hold).start()
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", holds], stdin=pipe, stdout=pipe, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert f"in a thread of process {holder.pid}" in _act(client, "stop", 422)
+        holder.communicate()
+        assert holder.returncode == 0
+
+
+def test_a_stage_that_is_not_in_progress_is_asked_for_nothing(runs: Path) -> None:
+    folder, other = runs / "medical-2", make_watched(runs / "medical-1")
+    pipeline = make_watched(folder).run
+    reused = StageState(name="sft", kind="train", place="../medical-1", status="done")
+    own = StageState(name="dpo", kind="train", place="stages/1-sft", status="running")
+    write_record(pipeline.state, PipelineState(stages=(reused, own)))
+    with client_of(watch_app(Runs(runs))) as client, run_lock(pipeline.lock):
+        body = {"action": "save", "is_sure": True, "stage": "sft"}
+        response = client.post("/api/run/medical-2/act", json=body, headers=ORIGIN)
+    assert response.status_code == 422, response.text
+    assert not other.run.stages()[0].requests.exists()

@@ -206,7 +206,8 @@ def run_lock(path: Path) -> Iterator[int]:
         _take(descriptor, path)
         with report_disk_full(path):
             os.ftruncate(descriptor, 0)
-            holder = {"version": 1, "pid": os.getpid(), "host": socket.gethostname()}
+            in_thread = threading.current_thread() is not threading.main_thread()
+            holder = {"version": 1, "pid": os.getpid(), "host": socket.gethostname(), "in_thread": in_thread}
             os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         yield descriptor
         os.ftruncate(descriptor, 0)
@@ -252,18 +253,22 @@ def holder_of(path: Path) -> int | None:
     return None
 
 
-def stop_holder(path: Path) -> bool:
-    """Asks the process that holds the lock to save and stop. False if none holds it, or one on another machine."""
+def stop_holder(path: Path) -> str | None:
+    """Asks the process that holds the lock to save and stop. Returns why it was not asked, if it was not."""
     if holder_of(path) is None:
-        return False
+        return "it does not run now"
     pid, host = _read_holder(path)
     if pid is None or host != socket.gethostname():
-        return False
+        return f"it runs on {host}"
+    if read_document(path).get("in_thread"):  # whose signals are those of a whole program, which they would end
+        return f"it runs in a thread of process {pid}, a program that a signal would end"
     try:
         os.kill(pid, signal.SIGTERM)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
+    except ProcessLookupError:
+        return "it has just ended"
+    except PermissionError:
+        return f"its process {pid} belongs to another user"
+    return None
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ class OpenRun:
     def act(self, action: Action, stage: str) -> None:
         """Asks the run for something; the request is recorded first. Nothing else can be changed from a page."""
         training = self.training(stage)
-        if holder_of(self.run.lock) is None or (training is None and action != "stop"):
+        if holder_of(self.run.lock) is None or (action != "stop" and (training is None or not self._runs(stage))):
             raise RunError(f"{self.name} does not train now", "start it again with `finefit run`")
         with Journal(self.run.path / "logs" / "actions.jsonl") as actions:
             actions.write(time=round(time.time(), 3), action=action, stage=stage)
@@ -81,8 +81,14 @@ class OpenRun:
             assert training is not None
             training.where.requests.mkdir(exist_ok=True)
             write_text(training.where.requests / action, "", durable=False)
-        elif not stop_holder(self.run.lock):
-            raise RunError(f"the process of {self.name} runs on another machine or for another user", "stop it there")
+        elif (reason := stop_holder(self.run.lock)) is not None:
+            raise RunError(f"{self.name} cannot be stopped from here: {reason}", "stop it there")
+
+    def _runs(self, stage: str) -> bool:
+        """Whether a stage is the one in progress: a finished one may belong to another run."""
+        states = self._states()
+        name = (stage or _current(states)).partition("/")[0]
+        return not is_pipeline(self.run.path) or any(one.name == name and one.status == "running" for one in states)
 
     def _place(self, stage: str) -> Path | None:
         if not is_pipeline(self.run.path):
