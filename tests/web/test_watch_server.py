@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -186,6 +187,31 @@ def test_one_run_has_its_page_at_the_address_that_it_has_among_others(watched: W
     with client_of(watch_app(Runs(watched.run.path))) as client:
         assert client.get("/").headers["location"] == "/run/orders-1"
         assert _get(client, "state")["name"] == "orders-1"
+
+
+def test_numbers_that_json_cannot_hold_hide_neither_a_run_nor_the_list(client: Client, watched: Watched) -> None:
+    watched.event("validated", step=40, validation_loss=float("inf"))
+    watched.steps(46, loss=float("inf"), tokens_per_second=float("nan"))
+    found = _get(client, "state")["training"]
+    assert found["loss"] is None
+    assert found["checkpoints"][-1]["validation_loss"] is None
+    (line,) = client.get("/api/runs").json()["runs"]
+    assert line["step"] == 46
+    assert line["loss"] is None
+
+
+def test_a_long_list_closes_no_run_that_somebody_looks_at(watched: Watched, runs: Path) -> None:
+    for number in range(2, 65):
+        shutil.copytree(watched.run.path, runs / f"orders-{number}", symlinks=True)
+    found = Runs(runs)
+    shown = found.open("orders-1")
+    assert len(found.listed()) == 64
+    assert found.open("orders-1") is shown
+
+
+def test_a_folder_that_is_gone_is_an_error_of_the_user(client: Client, runs: Path) -> None:
+    shutil.rmtree(runs)
+    assert client.get("/api/runs").status_code == 422
 
 
 def test_a_folder_without_runs_is_an_error_of_the_user(tmp_path: Path) -> None:

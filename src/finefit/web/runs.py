@@ -19,7 +19,7 @@ from finefit.errors import FinefitError, RunError
 from finefit.facts.files import free_bytes
 from finefit.report.run import format_memory
 from finefit.report.stage_summary import summary_lines
-from finefit.web.training import Document, RecordReader, Training
+from finefit.web.training import Document, RecordReader, Training, stamp_of
 
 TICK_SECONDS = 1.0
 _MAX_OPEN = 60
@@ -166,6 +166,8 @@ class Runs:
         if self.folder is not None and not self.names():
             raise RunError(f"{target} holds no run directory", "name a run directory, or the folder that holds them")
         self._open: dict[str, OpenRun] = {}
+        self._listed: dict[str, OpenRun] = {}
+        """Of the list alone, which reads no curves: a long one closes no run that somebody looks at."""
 
     @property
     def only(self) -> str | None:
@@ -176,26 +178,35 @@ class Runs:
         """Looked up again every time: a run that starts appears."""
         if self.folder is None:
             return [str(self.only)]
-        entries = (path for path in self.folder.iterdir() if not path.name.startswith(".") and is_run(path))
-        newest_first = sorted(entries, key=lambda path: (path / "run.json").stat().st_mtime, reverse=True)
-        return [path.name for path in newest_first]
+        try:
+            paths = [path for path in self.folder.iterdir() if not path.name.startswith(".") and is_run(path)]
+        except OSError as error:
+            raise RunError(f"{self.folder} cannot be read: {error.strerror}", "start the page again") from None
+        stamps = {path.name: stamp_of(path / "run.json") for path in paths}  # none for a run that was just deleted
+        found = {name: stamp for name, stamp in stamps.items() if stamp is not None}
+        return sorted(found, key=lambda name: found[name], reverse=True)
 
     def open(self, name: str) -> OpenRun:
+        """Those that were asked for last stay open."""
         if name not in self.names():
             raise NoSuchRun
-        if name not in self._open:
-            if len(self._open) >= _MAX_OPEN:
-                self._open.pop(next(iter(self._open)))
-            self._open[name] = OpenRun(name, self._only or Path(self.folder or "", name))
-        return self._open[name]
+        found = self._open.pop(name, None) or self._new(name)
+        self._open[name] = found
+        if len(self._open) > _MAX_OPEN:
+            self._open.pop(next(iter(self._open)))
+        return found
+
+    def _new(self, name: str) -> OpenRun:
+        return OpenRun(name, self._only or Path(self.folder or "", name))
 
     def listed(self) -> list[Document]:
         """A line for each run, newest first."""
-        return [self._line(name) for name in self.names()]
+        before = self._listed
+        self._listed = {name: before.get(name) or self._new(name) for name in self.names()}
+        return [self._line(run) for run in self._listed.values()]
 
-    def _line(self, name: str) -> Document:
-        run = self.open(name)
-        record = run.records.read(run.run.run, Run)
+    def _line(self, run: OpenRun) -> Document:
+        name, record = run.name, run.records.read(run.run.run, Run)
         if record is None:
             return {"name": name, "status": "damaged", "note": next(iter(run.records.problems.values()), "")}
         pid = holder_of(run.run.lock)

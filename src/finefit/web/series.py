@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from math import ceil, nan
+from math import ceil, isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,9 @@ class Columns:
                 del column[end:]
 
     def last(self, name: str) -> float | None:
-        """The newest value; None for a gap."""
+        """The newest value; None for a gap, and for one that JSON cannot hold."""
         column = self.values.get(name)
-        return None if not column or column[-1] != column[-1] else column[-1]
+        return column[-1] if column and isfinite(column[-1]) else None
 
     def thinned(self, first: int, last: int, num_points: int) -> tuple[list[int], dict[str, list[float]]]:
         """Steps `first` to `last`. A stretch of several steps gives two points, its least and its greatest value."""

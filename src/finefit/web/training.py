@@ -1,6 +1,7 @@
 """What the page says of one training: its curves, and the answers to the four questions of whoever looks at it. Is it
 learning, will it fit, when is it done, which checkpoint is best."""
 
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -237,13 +238,17 @@ class Training:
         for path in list_checkpoints(folder):
             with_names = [name for name, target in named.items() if target == path.name]
             try:
+                written = path.stat().st_mtime
+            except FileNotFoundError:  # the training has removed it since it was listed
+                continue
+            try:
                 size, problem = sum(size for size, _ in listed_files(path).values()), None
             except RunError as error:
                 size, problem = None, error.problem
             loss = losses.get(step_of(path))
             about: Document = {"name": path.name, "step": step_of(path), "bytes": size, "problem": problem}
-            about |= {"names": with_names, "validation_loss": loss if loss == loss else None}
-            found.append(about | {"time": path.stat().st_mtime})
+            about |= {"names": with_names, "validation_loss": _finite(loss)}
+            found.append(about | {"time": written})
         return found
 
     def _next(self, stage: Stage, checkpoints: Sequence[Document]) -> list[str]:
@@ -307,8 +312,13 @@ def _last_step(metrics: Path) -> Document:
     for line in lines:
         if line is not None and "loss" in line and "event" not in line:
             numbers = {name: line.get(name) for name in ("step", "loss", "time")}
-            return {name: value for name, value in numbers.items() if isinstance(value, int | float) and value == value}
+            return {name: value for name, value in numbers.items() if _finite(value) is not None}
     return {}
+
+
+def _finite(value: Any) -> float | None:
+    """None for whatever JSON cannot hold as a number."""
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def evaluations_document(results: Sequence[EvalResult]) -> list[Document]:
@@ -337,7 +347,7 @@ def evaluations_document(results: Sequence[EvalResult]) -> list[Document]:
 def item_document(item: EvalItem) -> Document:
     kept = ("item", "place", "prompt", "reference", "answer", "scores", "failure", "verdict", "answered_by", "is_cut")
     found = {name: getattr(item, name) for name in kept}
-    return found | {"scores": {name: value for name, value in item.scores.items() if value == value}}
+    return found | {"scores": {name: value for name, value in item.scores.items() if _finite(value) is not None}}
 
 
 def is_wrong(item: EvalItem) -> bool:
