@@ -99,6 +99,22 @@ def test_the_same_export_is_replaced_and_anything_else_is_left(subject: ExportSu
         assert sorted(path.name for path in place.iterdir()) == before
 
 
+def test_of_two_exports_to_one_place_the_first_alone_goes_on(subject: ExportSubject, tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def export_again(_: str) -> None:
+        if not refused:
+            with pytest.raises(RunError, match="another process") as found:
+                export(subject, MERGED, tmp_path / "out", prompts=1)
+            refused.append(found.value.remedy)
+
+    report = export(subject, MERGED, tmp_path / "out", prompts=1, say=export_again)
+    assert refused
+    (made,) = report.exports
+    assert all((tmp_path / "out" / name).stat().st_size == size for name, size in made.files.items())
+    assert hidden(tmp_path) == []
+
+
 def _export_in_child(adapter: Path, out: Path, prepare: str, argument: int | str) -> None:
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 for the rest of this process
     if prepare == "die":

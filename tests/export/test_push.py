@@ -155,6 +155,13 @@ def test_a_folder_without_its_record_or_with_a_missing_file_is_refused(folder: P
         _dry(folder)
 
 
+def test_a_file_that_is_longer_or_shorter_than_when_it_was_proved_is_refused(folder: Path) -> None:
+    with (folder / "adapter_model.safetensors").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors"):
+        _dry(folder)
+
+
 @pytest.mark.parametrize("name", [".env", "naïve.json", "new\nline.json"])
 def test_a_file_with_an_odd_name_is_refused(folder: Path, name: str) -> None:
     (folder / name).write_text("x")

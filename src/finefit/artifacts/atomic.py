@@ -2,6 +2,7 @@
 synced to disk and renamed. Lines are appended to journals, of which only the last line can be incomplete."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -85,6 +86,46 @@ def staged_folder(parent: Path, name: str = "", *, unique: bool = True) -> Itera
         yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def claimed_folder(target: Path) -> Iterator[Path]:
+    """A hidden folder beside `target` for one process at a time: another one is refused, and what a killed one has left
+    is removed first."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.with_name(f"{STAGING}{target.name}")
+    staging.mkdir(exist_ok=True)
+    descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if not _is_locked(descriptor) or not _is_at(descriptor, staging):
+            raise RunError(f"another process makes {target} now", "wait for its end, or name another folder")
+        try:
+            for path in staging.iterdir():
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            yield staging
+        finally:
+            if _is_at(descriptor, staging):  # once it is published, the name may be that of a later one
+                shutil.rmtree(staging, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(descriptor: int) -> bool:
+    """By us, until the descriptor is closed. A file system that locks no folders refuses nobody."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def publish(staging: Path, target: Path) -> Path:

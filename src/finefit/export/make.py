@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from finefit import __version__, bounded
-from finefit.artifacts.atomic import STAGING, publish, replace_folder, report_disk_full
+from finefit.artifacts.atomic import claimed_folder, publish, replace_folder, report_disk_full
 from finefit.artifacts.export_records import (
     EXPORT,
     ExportedAdapter,
@@ -87,7 +87,8 @@ def export(
     require_possible(subject, formats, with_modelfile=with_modelfile)
     is_again = require_own(out, subject, formats)
     require_room(subject, formats, out.parent, onto=onto)
-    with _staged(out) as staging:
+    remedy = "free some space, then give the same command again"
+    with report_disk_full(out, remedy=remedy), claimed_folder(out) as staging:
         report = export_into(
             subject,
             formats,
@@ -440,21 +441,6 @@ def license_of(base: Path) -> str | None:
         return None
     found = _LICENSE.search(card_text.partition("\n---")[0])
     return None if found is None else found[1]
-
-
-@contextmanager
-def _staged(out: Path) -> Iterator[Path]:
-    """A hidden folder beside `out`. What a killed export to the same place has left is removed first."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    staging = out.parent / f"{STAGING}{out.name}"
-    shutil.rmtree(staging, ignore_errors=True)
-    remedy = "free some space, then give the same command again"
-    try:
-        with report_disk_full(out, remedy=remedy):
-            staging.mkdir()
-            yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _files(folder: Path) -> dict[str, int]:

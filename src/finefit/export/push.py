@@ -51,7 +51,7 @@ def push(folder: Path, repo: str, *, private: bool = True, dry_run: bool, say: S
     require_repo_name(repo)
     require_proved(folder)
     files = _files(folder)
-    url = f"{constants.ENDPOINT}/{repo}"
+    url = redacted(f"{constants.ENDPOINT}/{repo}")
     kind, verb = "private" if private else "public", "would upload" if dry_run else "uploading"
     say(f"{verb} {len(files)} files, {sum(files.values()):,} bytes, to the {kind} model repository {repo}")
     for name, size in files.items():
@@ -61,7 +61,7 @@ def push(folder: Path, repo: str, *, private: bool = True, dry_run: bool, say: S
     disable_progress_bars()
     with _reported(repo):
         commit = _upload(folder, repo, files, private=private)
-    say(f"pushed to {redacted(url)}")
+    say(f"pushed to {url}")
     return PushResult(repo=repo, private=private, files=files, url=url, commit=commit)
 
 
@@ -104,9 +104,11 @@ def require_proved(folder: Path) -> None:
         if not is_proved and one.format not in report.accepted:
             why = "; ".join(one.problems) or "it was not loaded by another program"
             raise ModelError(f"{one.format} in {folder} was not proved: {why}", "export it again")
-    missing = [name for one in report.exports for name in one.files if not (folder / name).is_file()]
-    if missing:
+    proved = {name: size for one in report.exports for name, size in one.files.items()}
+    if missing := [name for name in proved if not (folder / name).is_file()]:
         raise ModelError(f"{folder} lacks {', '.join(missing[:3])} of its {EXPORT}", "export it again")
+    if changed := [name for name, size in proved.items() if (folder / name).stat().st_size != size]:
+        raise ModelError(f"{', '.join(changed[:3])} in {folder} changed since it was proved", "export it again")
 
 
 def _files(folder: Path) -> dict[str, int]:
