@@ -50,15 +50,18 @@ def address(
             for name, value in (headers or {}).items():
                 self.send_header(name, value)
             self.end_headers()
-            with suppress(ConnectionError):  # who asked may be gone
-                for part in [text] if dripping is None else text:
-                    self.wfile.write(part.encode())
-                    time.sleep(dripping or 0.0)
+            self._write(text)
 
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/v1/models" and models else 404)
             self.end_headers()
-            self.wfile.write(models.encode())
+            self._write(models)
+
+        def _write(self, text: str) -> None:
+            with suppress(ConnectionError):  # who asked may be gone
+                for part in [text] if dripping is None else text:
+                    self.wfile.write(part.encode())
+                    time.sleep(dripping or 0.0)
 
         def log_message(self, *_: Any) -> None:
             pass

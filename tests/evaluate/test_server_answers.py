@@ -253,6 +253,40 @@ def test_a_url_alone_means_the_only_model_there() -> None:
         only_model_at("http://me:secret@host/v1")
 
 
+def test_what_an_address_says_that_it_has_is_read_within_limits_of_bytes_and_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listed = json.dumps({"data": [{"id": "wise-1"}]})
+    monkeypatch.setattr(server_answers, "MOST_BYTES", len(listed) - 1)
+    with address(echo, models=listed) as state, pytest.raises(RunError, match="does not say which models"):
+        only_model_at(state.url)
+    monkeypatch.setattr(server_answers, "_LOOKUP_SECONDS", 0.2)
+    with address(echo, models=" " * 900 + listed, dripping=0.01) as state, pytest.raises(RunError, match="ReadTimeout"):
+        only_model_at(state.url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"http://{'a' * 70}/v1",
+        "http://a..b/v1",
+        "http://xn--/v1",
+        "http://1.2.3.999/v1",
+        "http://[::1/v1",
+        "http://host:99999/v1",
+        "http://ho\nst/v1",
+        "http://\ud800/v1",
+        f"http://host/{'v' * 70_000}",
+    ],
+    ids=range(9),
+)
+def test_an_address_that_nothing_can_be_sent_to_is_refused_before_anything_is_asked(url: str) -> None:
+    with pytest.raises(SpecError, match="is not a URL"):
+        only_model_at(url)
+    with pytest.raises(ValidationError, match="is not a URL"):
+        Server(url=url, model="m")
+
+
 @pytest.mark.slow
 def test_a_failing_process_leaves_its_reason_and_no_traceback(tmp_path: Path) -> None:
     with address(lambda *_: (401, "who are you?")) as state:

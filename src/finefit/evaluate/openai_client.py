@@ -22,6 +22,8 @@ Q = TypeVar("Q")
 A = TypeVar("A")
 MOST_BYTES = 16 << 20
 """Of one reply."""
+UNCOMPRESSED = {"Accept-Encoding": "identity"}
+"""A compressed reply could be larger than what is read of it."""
 _SHOWN, _SHOWN_BYTES = 200, 1 << 16
 
 
@@ -89,7 +91,14 @@ class OpenAiClient:
 
     def _attempt(self, path: str, body: Mapping[str, Any], read: Callable[[Any], A], *, about: str, at_most: int) -> A:
         try:
-            response, content = self._post(self.served.url.rstrip("/") + path, body, at_most)
+            response, content = read_reply(
+                self.client,
+                "POST",
+                self.served.url.rstrip("/") + path,
+                body,
+                at_most=at_most,
+                seconds=self.retries.reply_seconds,
+            )
         except httpx.TransportError as error:
             raise NotAnswered(f"cannot be reached: {type(error).__name__} {self._shown(str(error))}") from None
         status, text = response.status_code, self._shown(content[:_SHOWN_BYTES].decode("utf-8", "replace"))
@@ -110,23 +119,32 @@ class OpenAiClient:
         except (ValueError, LookupError, TypeError, AttributeError):
             raise NotAnswered(f"gives no chat completion: {text}") from None
 
-    def _post(self, address: str, body: Mapping[str, Any], at_most: int) -> tuple[httpx.Response, bytearray]:
-        """The reply with a little more than `at_most` bytes at the most; httpx limits the time of each read, and this
-        their sum."""
-        content, ends = bytearray(), time.monotonic() + self.retries.reply_seconds
-        with self.client.stream("POST", address, json=body) as response:
-            for chunk in response.iter_raw():
-                content += chunk
-                if len(content) > at_most:
-                    break
-                if time.monotonic() > ends:
-                    raise httpx.ReadTimeout(f"the reply has not ended after {self.retries.reply_seconds:g} seconds")
-        return response, content
-
     def _shown(self, text: str) -> str:
         """The secret never appears in a message, even if the other side repeats it."""
         hidden = text if self.secret is None else text.replace(self.secret, "***")
         return " ".join(hidden.split())[:_SHOWN]
+
+
+def read_reply(
+    client: httpx.Client,
+    method: Literal["GET", "POST"],
+    address: str,
+    body: Mapping[str, Any] | None = None,
+    *,
+    at_most: int,
+    seconds: float,
+) -> tuple[httpx.Response, bytearray]:
+    """The reply with a little more than `at_most` bytes at the most; httpx limits the time of each read, and this their
+    sum."""
+    content, ends = bytearray(), time.monotonic() + seconds
+    with client.stream(method, address, json=body) as response:
+        for chunk in response.iter_raw():
+            content += chunk
+            if len(content) > at_most:
+                break
+            if time.monotonic() > ends:
+                raise httpx.ReadTimeout(f"the reply has not ended after {seconds:g} seconds")
+    return response, content
 
 
 @contextmanager
@@ -134,8 +152,7 @@ def open_client(
     served: ServedModel, retries: RetryPolicy, *, role: Literal["judge", "server"], kept: str
 ) -> Iterator[OpenAiClient]:
     secret, is_over = _secret_of(served, role, kept), threading.Event()
-    # a compressed reply could be larger than what is read of it
-    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {secret}"} if secret else {})
+    headers = UNCOMPRESSED | ({"Authorization": f"Bearer {secret}"} if secret else {})
     limits, timeout = httpx.Limits(max_connections=None), httpx.Timeout(retries.reply_seconds)
     with httpx.Client(headers=headers, limits=limits, timeout=timeout) as client:
         try:

@@ -19,7 +19,16 @@ from finefit.data.rows import IMAGE_PLACEHOLDER, ImageRef, Message, Row
 from finefit.errors import DataError, RunError, SpecError, first_line
 from finefit.evaluate.batches import Answer, Warn
 from finefit.evaluate.generate import ItemReply
-from finefit.evaluate.openai_client import OpenAiClient, RetryPolicy, ask_all, open_client, text_of
+from finefit.evaluate.openai_client import (
+    MOST_BYTES,
+    UNCOMPRESSED,
+    OpenAiClient,
+    RetryPolicy,
+    ask_all,
+    open_client,
+    read_reply,
+    text_of,
+)
 from finefit.spec.served import Server, require_plain_url
 from finefit.tasks import Reply, Task
 
@@ -160,9 +169,12 @@ def only_model_at(url: str) -> Server:
         raise SpecError(f"--server {error}", "for instance http://localhost:8000/v1") from None
     named = f"--server '{{url: {url}, model: NAME}}'"
     try:
-        reply = httpx.get(f"{url.rstrip('/')}/models", timeout=_LOOKUP_SECONDS).raise_for_status()
-        models = [text_of(model["id"]) for model in parse_json(reply.content)["data"]]
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        with httpx.Client(headers=UNCOMPRESSED, timeout=_LOOKUP_SECONDS) as client:
+            address = f"{url.rstrip('/')}/models"
+            response, content = read_reply(client, "GET", address, at_most=MOST_BYTES, seconds=_LOOKUP_SECONDS)
+        response.raise_for_status()
+        models = [text_of(model["id"]) for model in parse_json(bytes(content[:MOST_BYTES]))["data"]]
+    except httpx.HTTPError as error:
         problem = f"the server {url} does not say which models it has: {type(error).__name__} {first_line(error)}"
         raise RunError(problem, f"check that it runs, and name the model: {named}") from None
     except (ValueError, LookupError, TypeError):

@@ -1,7 +1,7 @@
 """Models behind OpenAI-compatible addresses: a judge that rates answers, and a server that gives them."""
 
 from typing import Literal, Self
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field, model_validator
 
@@ -50,9 +50,22 @@ class Server(ServedModel):
 
 
 def require_plain_url(url: str) -> None:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+    parts = _parts_of(url)
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
         raise ValueError(f"url: {url!r} is not a URL; give one such as http://localhost:8000/v1")
     if "@" in parts.netloc or parts.query:
         problem = "url: it holds a user or a query, which every reader of the run could see"
         raise ValueError(f"{problem}; name an environment variable with key instead")
+
+
+def _parts_of(url: str) -> SplitResult | None:
+    """None if nothing can be sent there: to a host that no name server can be asked for, say."""
+    import httpx  # takes longer than all else that reads a spec
+
+    try:
+        httpx.URL(url).host.encode("idna")  # as it is encoded to be looked up
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 raises a ValueError if it is too large
+    except (ValueError, httpx.InvalidURL):
+        return None
+    return parts
