@@ -183,6 +183,15 @@ def test_runs_are_listed_with_state_progress_and_best_score(client: Client, runs
     assert (listed["orders-1"]["status"], listed["broken-1"]["status"]) == ("interrupted", "damaged")
 
 
+def test_a_run_whose_lock_cannot_be_read_hides_no_other(client: Client, runs: Path) -> None:
+    other = make_watched(runs / "orders-2")
+    other.run.lock.unlink(missing_ok=True)
+    other.run.lock.mkdir()
+    listed = {run["name"]: run for run in client.get("/api/runs").json()["runs"]}
+    assert "run.lock is a folder" in listed["orders-2"]["note"]
+    assert (listed["orders-1"]["status"], listed["orders-1"]["step"]) == ("interrupted", 45)
+
+
 def test_one_run_has_its_page_at_the_address_that_it_has_among_others(watched: Watched) -> None:
     with client_of(watch_app(Runs(watched.run.path))) as client:
         assert client.get("/").headers["location"] == "/run/orders-1"

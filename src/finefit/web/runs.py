@@ -209,12 +209,12 @@ class Runs:
         name, record = run.name, run.records.read(run.run.run, Run)
         if record is None:
             return {"name": name, "status": "damaged", "note": next(iter(run.records.problems.values()), "")}
-        pid = holder_of(run.run.lock)
-        status = "interrupted" if record.status == "running" and pid is None else record.status
-        found: Document = {"name": name, "kind": record.kind, "status": status, "created": record.created, "note": ""}
+        found: Document = {"name": name, "kind": record.kind, "status": record.status, "created": record.created}
         try:
+            is_running = holder_of(run.run.lock) is not None
             training = run.training("")
-            found |= {} if training is None else training.summary()
-        except FinefitError as error:
-            found["note"] = error.problem
-        return found
+            summary = {} if training is None else training.summary()
+        except FinefitError as error:  # one damaged run hides no other
+            return found | {"note": error.problem}
+        is_interrupted = record.status == "running" and not is_running
+        return found | summary | {"note": ""} | ({"status": "interrupted"} if is_interrupted else {})
