@@ -792,6 +792,7 @@ def test_a_data_file_is_answered_with_the_spec_that_uses_it(tmp_path: Path, name
     path.write_bytes(content)
     with pytest.raises(SpecError, match="is a data file") as caught:
         load_spec(path)
+    assert f"`finefit init {path}`" in caught.value.remedy
     spec = parse_spec(caught.value.remedy.partition(":\n")[2], where="spec.yaml")
     assert spec.data.train[0].path == str(path)
 

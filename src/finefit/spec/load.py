@@ -164,7 +164,8 @@ def _holds_rows(path: Path, content: bytes) -> bool:
 def _data_file(path: Path) -> SpecError:
     problem = f"{path} is a data file, not a spec; a spec names the data and the model"
     smallest = f"model: {{kind: embedded, name: smollm2-135m}}\ndata: {{train: [{{path: {inline(str(path))}}}]}}"
-    return SpecError(problem, f"save this as spec.yaml, put your model in, and pass spec.yaml instead:\n{smallest}")
+    ways = f"`finefit init {path}` writes one; or save this as spec.yaml, put your model in, and pass spec.yaml instead"
+    return SpecError(problem, f"{ways}:\n{smallest}")
 
 
 def _read(text: str, path: Path, above: tuple[Path, ...] = ()) -> "_MergedValues":
