@@ -274,6 +274,9 @@ def test_all_that_is_wrong_with_a_spec_is_told_at_once(folder: Path, finefit: Fi
     assert len(problems) == 3
 
 
+LONG = "x" * 300
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem", "remedy"),
     [
@@ -296,6 +299,7 @@ def test_all_that_is_wrong_with_a_spec_is_told_at_once(folder: Path, finefit: Fi
         (("eval", "nowhere"), "nowhere is not a run directory", "name a run directory, a folder with a model"),
         (("watch", "model"), "model is not a run directory", "run directories are called"),
         (("recipes", "dmeo"), "there is no recipe dmeo", ""),
+        (("init", "train.jsonl", "--yes", "--out", LONG), "File name too long", "give a shorter path"),
     ],
 )
 @pytest.mark.usefixtures("folder")

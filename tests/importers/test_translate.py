@@ -147,6 +147,28 @@ def test_datasets_are_looked_up_in_dataset_info(tmp_path: Path) -> None:
     assert pairs.data.train[0].fields.chosen == "good"
 
 
+def test_a_date_and_a_key_that_is_a_list_are_read_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("base_model: 2026-01-01\ndatasets: [{path: !!binary YQ==, ? [a, 1] : 2026-01-01}]\n")
+    read = {"base_model": "2026-01-01", "datasets": [{"path": "b'a'", "('a', 1)": "2026-01-01"}]}
+    assert json.loads(json.dumps(read_document(path))) == read
+
+
+@pytest.mark.parametrize("cells", [None, 3, [None, 1], [{"cell_type": "code"}], [{"cell_type": "code", "source": [1]}]])
+def test_a_notebook_with_cells_of_another_form_has_no_code(cells: object, tmp_path: Path) -> None:
+    path = tmp_path / "train.ipynb"
+    path.write_text(json.dumps({"cells": cells}))
+    with pytest.raises(SpecError, match="calls none of"):
+        read_document(path)
+
+
+def test_an_argument_that_no_config_could_hold_is_shown_as_code(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("SFTConfig(seed=1j, max_steps=b'x', max_length={1, 2}, lr=(1, [2]))\n")
+    read = {"seed": "<1j>", "max_steps": "<b'x'>", "max_length": "<{1, 2}>", "lr": [1, [2]]}
+    assert read_document(path) == read
+
+
 def test_a_notebook_is_parsed_and_not_run(tmp_path: Path) -> None:
     code = """
 from unsloth import FastLanguageModel

@@ -1,5 +1,6 @@
 """The command line: one file per verb. Heavy packages are imported inside the commands, so that `--help` is fast."""
 
+import errno
 import json
 import logging
 import sys
@@ -16,6 +17,13 @@ USAGE = 2
 INTERRUPTED = 3
 FAULT = 70
 _CTRL_C = 130  # typer's own code for it
+_PATH_REMEDIES = {
+    errno.ENAMETOOLONG: "give a shorter path",
+    errno.EACCES: "change its permissions, or give another path",
+    errno.EPERM: "change its permissions, or give another path",
+    errno.EROFS: "give a path that can be written to",
+}
+"""Of failures that are about a path, wherever it is met."""
 
 app = typer.Typer(
     name="finefit",
@@ -74,6 +82,8 @@ def main() -> None:
             _document("UsageError", str(end.__context__), "see --help", USAGE)
         raise
     except Exception as error:  # noqa: BLE001 the boundary to the user: an unexpected error is our fault
+        if isinstance(error, OSError) and error.filename and (remedy := _PATH_REMEDIES.get(error.errno or 0)):
+            _report(type(error).__name__, f"{error.filename}: {error.strerror}", remedy, USAGE)
         traceback.print_exc()
         _report(type(error).__name__, f"a fault of finefit: {error}", "please report it with the lines above", FAULT)
 

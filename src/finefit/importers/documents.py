@@ -2,6 +2,7 @@
 arguments of a Python script or notebook, which is parsed and never run."""
 
 import ast
+import json
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -46,7 +47,7 @@ def read_document(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or not values:
         raise SpecError(f"{path} holds no settings by name", "name the config of another tool")
     require_size(values, path)
-    return {str(key): value for key, value in values.items()}
+    return {str(key): _plain(value) for key, value in values.items()}
 
 
 def _yaml(text: str, path: Path) -> Any:
@@ -83,6 +84,15 @@ def require_size(values: object, path: Path) -> None:
             todo += value.values()
         elif isinstance(value, list):
             todo += value
+
+
+def _plain(value: Any) -> Any:
+    """YAML 1.1 also has dates, bytes and sets, which no setting is: they become text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
 
 def arguments_of(text: str, path: Path) -> dict[str, Any]:
@@ -150,12 +160,17 @@ def _code(text: str, path: Path) -> str:
     if path.suffix != ".ipynb":
         return text
     notebook = _json(text, path)
-    cells = notebook.get("cells", []) if isinstance(notebook, dict) else []
-    sources = [
-        "".join(cell.get("source", [])) for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"
-    ]
-    lines = "\n".join(sources).splitlines()
+    cells = notebook.get("cells") if isinstance(notebook, dict) else None
+    found = cells if isinstance(cells, list) else []
+    code = [cell for cell in found if isinstance(cell, dict) and cell.get("cell_type") == "code"]
+    lines = "\n".join(map(_source, code)).splitlines()
     return "\n".join("" if line.lstrip().startswith(("!", "%")) else line for line in lines)
+
+
+def _source(cell: dict[str, Any]) -> str:
+    source = cell.get("source")
+    parts = source if isinstance(source, list) else [source]
+    return "".join(part for part in parts if isinstance(part, str))
 
 
 def _name(node: ast.expr) -> str:
@@ -166,7 +181,9 @@ def _literal(node: ast.expr, known: Mapping[str, Any]) -> tuple[Any, bool]:
     if isinstance(node, ast.Name):
         return known.get(node.id), node.id in known
     try:
-        return ast.literal_eval(node), True
+        value = ast.literal_eval(node)
+        json.dumps(value)  # bytes, sets and complex numbers are no settings
+        return _plain(value), True
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None, False
 
