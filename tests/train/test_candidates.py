@@ -4,6 +4,7 @@ been."""
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,10 +20,25 @@ from finefit.artifacts.records import Levers, read_record, write_record
 from finefit.artifacts.rundir import StageDir
 from finefit.artifacts.stage_records import Stage, StageResult, TrainState
 from finefit.train import candidates, worker
-from tests.faults import TRAINING, Job, Outcome, at_step, events, finish, make_job, outcome, send_self, start, words
-from tests.train.test_oom_recovery import in_training, run_out
+from finefit.train.batches import BatchLoader
+from tests.faults import (
+    TRAINING,
+    Job,
+    Outcome,
+    at_step,
+    events,
+    finish,
+    make_job,
+    nothing,
+    outcome,
+    send_self,
+    start,
+    words,
+)
+from tests.train.test_oom_recovery import from_step, in_training, run_out
 
 SHORT = re.sub(r"epochs: \d+", "epochs: 2", TRAINING)
+LATE_SECONDS = 0.02
 PLANNED, OTHER = Levers(micro_batch=1, recompute=2), Levers(micro_batch=4)
 
 
@@ -115,20 +131,63 @@ def test_a_candidate_that_does_not_fit_is_not_taken(job: Job, untimed: dict[Leve
     assert outcome(where) == untimed[PLANNED]
 
 
-def test_what_steps_took_is_kept_for_later_plans(job: Job) -> None:
-    """Beside the prediction of the levers that were taken, in the run and in the user's cache."""
-    where = planned(job, PLANNED, OTHER, step_seconds=2.0)
-    cache = where.run / "cache"
+def test_a_deterministic_run_does_not_ask_the_clock(job: Job, untimed: dict[Levers, Outcome]) -> None:
+    where = planned(job, PLANNED, OTHER)
+    write_record(where.stage, replace(read_record(where.stage, Stage), deterministic=True))
+    run(where, partial(allow, PLANNED))
+    assert events(where, "levers_timed") == []
+    assert outcome(where) == untimed[PLANNED]
+
+
+def _on_a_card(where: StageDir, then: Callable[[], None] = nothing) -> Callable[[], None]:
+    """The second candidate is taken on what counts as a card, and every step waits for its rows."""
 
     def prepare() -> None:
-        allow(slow=PLANNED)
-        os.environ["XDG_CACHE_HOME"] = str(cache)
+        allow(slow=read_record(where.stage, Stage).levers)
+        os.environ["XDG_CACHE_HOME"] = str(where.run / "cache")
         setattr(worker, "measured_card", lambda *_, **__: "a card of tests")  # noqa: B010
+        really: Callable[..., Any] = BatchLoader.take
 
-    run(where, prepare)
+        def late(loader: BatchLoader, step: int) -> tuple[Any, float]:
+            batches, waited = really(loader, step)
+            time.sleep(LATE_SECONDS)
+            return batches, waited + LATE_SECONDS
+
+        setattr(BatchLoader, "take", late)  # noqa: B010
+        then()
+
+    return prepare
+
+
+def _kept(where: StageDir) -> list[dict[str, Any]]:
+    lines = read_lines(where.run / "cache" / "finefit" / "measurements.jsonl")
+    return [line for line in lines if "predicted_seconds" in line]
+
+
+@pytest.mark.parametrize("changes_at", [None, 4], ids=["the same levers", "smaller levers from step 4 on"])
+def test_what_steps_took_is_kept_for_later_plans(job: Job, changes_at: int | None) -> None:
+    """Beside the prediction of the levers that were taken, in the run and in the user's cache, without waiting."""
+    where = planned(job, Levers(micro_batch=2), OTHER, step_seconds=2.0)
+
+    def fall_back() -> None:
+        if changes_at is not None:
+            run_out(from_step(changes_at, in_training(rows=2)))
+
+    run(where, _on_a_card(where, fall_back))
     (told,) = events(where, "step_time")
-    steps = [line["seconds"] for line in read_steps(where.metrics)][2:]
-    seconds = {"predicted_seconds": 2.0, "measured_seconds": median(steps)}
+    steps = [line for line in read_steps(where.metrics) if changes_at is None or line["step"] >= changes_at][2:]
+    taken = median(line["seconds"] - line["wait_seconds"] for line in steps)
+    seconds = {"predicted_seconds": 2.0, "measured_seconds": taken}
     assert seconds.items() <= told.items()
-    kept = [line for line in read_lines(cache / "finefit" / "measurements.jsonl") if "predicted_seconds" in line]
+    assert taken <= median(line["seconds"] for line in steps) - LATE_SECONDS + 1e-3
+    kept = _kept(where)
     assert [line | seconds | {"host": host_here()} for line in kept] == kept != []
+
+
+def test_a_resumed_run_keeps_no_time_for_later_plans(job: Job) -> None:
+    """It may have begun on another card, for which its times were predicted."""
+    where = planned(job, PLANNED, OTHER)
+    kill = partial(at_step, 5, partial(send_self, signal.SIGKILL))
+    assert finish(start(where, _on_a_card(where, kill))) == -signal.SIGKILL
+    run(where, _on_a_card(where))
+    assert (events(where, "step_time"), _kept(where)) == ([], [])

@@ -35,8 +35,11 @@ _WARM_UP_STEPS, _LEAST_STEPS = 2, 5
 
 
 def take_fastest(ctx: TrainContext, state: TrainState) -> None:
-    """Does nothing in a run that has begun or has settled its levers before, and where timing would take too long."""
+    """Does nothing in a run that has begun or has settled its levers before, where timing would take too long, and in a
+    deterministic run, whose last bits no clock may decide."""
     if state.step or ctx.lever_changes.at_start or ctx.ranks.size > 1 or state.levers.update == "inside":
+        return
+    if ctx.stage.deterministic:
         return
     rows = _rows(ctx)
     allowed = _allowed_seconds(ctx, len(rows))
@@ -85,11 +88,15 @@ def _described(ctx: TrainContext, seconds: dict[Levers, float], num_rows: int) -
 
 
 def record_step_time(ctx: TrainContext, state: TrainState) -> None:
-    """Keeps what a step took beside its prediction, for later plans on this card and host; not for a run with few steps
-    or with levers that were never predicted."""
-    steps = [float(line["seconds"]) for line in read_steps(ctx.saver.where.metrics)][_WARM_UP_STEPS:]
+    """Keeps what a step took beside its prediction, for later plans on this card and host: the steps under the last
+    levers, without the time that they waited for rows. Not for a run with few of them, with levers that were never
+    predicted, or one that was resumed: its plan and its first steps may be those of another machine."""
     predicted = [one.step_seconds for one in ctx.stage.candidates if one.levers == state.levers]
-    if ctx.measured_card is None or len(steps) < _LEAST_STEPS or not predicted:
+    if ctx.measured_card is None or ctx.saver.resumed_from is not None or not predicted:
+        return
+    lines = [line for line in read_steps(ctx.saver.where.metrics) if line["step"] > ctx.lever_changes.last_step]
+    steps = [line["seconds"] - line["wait_seconds"] for line in lines[_WARM_UP_STEPS:]]
+    if len(steps) < _LEAST_STEPS or median(steps) <= 0:
         return
     seconds = {"predicted_seconds": predicted[0], "measured_seconds": median(steps)}
     keep_step_time(StepTime(card=ctx.measured_card, host=host_here(), **seconds))

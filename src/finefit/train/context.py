@@ -147,7 +147,7 @@ class LiveRequests:
         if not ranks.any(bool(found)):
             return frozenset()
         for name in found:
-            (self._folder / name).unlink()
+            (self._folder / name).unlink(missing_ok=True)  # who asked may have taken it back
             self._tell(event="requested", step=step, what=name)
         return frozenset(ranks.gather(found)[0])
 
@@ -173,6 +173,11 @@ class LeverChanges:
     def at_start(self) -> bool:
         """Whether the levers of the first step were settled before."""
         return any(step == 0 for step, _ in self._known)
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the levers changed for the last time; 0 if they never did."""
+        return max((step for step, _ in self._known), default=0)
 
     def at(self, state: TrainState) -> Levers:
         """The levers of the step after `state`."""
