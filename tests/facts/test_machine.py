@@ -15,6 +15,7 @@ from finefit.facts.machine import (
     read_free_memory_bytes,
     read_machine,
     read_memory_bytes,
+    read_peak_resident_bytes,
     read_power,
     read_version,
 )
@@ -108,3 +109,13 @@ def test_a_container_without_power_supplies_has_no_battery(monkeypatch: pytest.M
 
     monkeypatch.setattr(psutil, "sensors_battery", absent)
     assert read_power() == Power(on_battery=False, has_battery=False, percent=None)
+
+
+@pytest.mark.parametrize("text", [None, "Name:\tpython\nVmRSS:\t  8 kB\n"], ids=["no file", "without the peak"])
+def test_the_peak_of_this_process_is_known_where_the_kernel_does_not_write_it(tmp_path: Path, text: str | None) -> None:
+    status = tmp_path / "status"
+    if text is not None:
+        status.write_text(text)
+    assert read_peak_resident_bytes(status) >= psutil.Process().memory_info().rss / 2
+    status.write_text("VmHWM:\t  12 kB\n")
+    assert read_peak_resident_bytes(status) == 12 * 1024

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import resource
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,10 +134,12 @@ def read_free_memory_bytes(limits: tuple[Path, ...]) -> int:
 
 def read_peak_resident_bytes(status: Path = Path("/proc/self/status")) -> int:
     """The largest amount of memory that this process has held so far."""
-    if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
-    # on Linux ru_maxrss starts at what the parent process held
-    return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    lines = status.read_text().splitlines() if status.exists() else ()
+    if (line := next((line for line in lines if line.startswith("VmHWM:")), None)) is not None:
+        return int(line.split()[1]) << 10
+    # without that line (macOS, and Linux under gVisor); on Linux this starts at what the parent process held
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _read_text(path: Path) -> str:
