@@ -454,6 +454,7 @@ def test_experts_without_an_adapter_are_told_where_adapters_are_planned() -> Non
     words = "the experts carry no adapter"
     assert any(words in note for note in _planned(2, "{kind: lora, rank: 8, targets: [q_proj], base_bits: 4}").notes)
     assert not any(words in note for note in _planned(2).notes)
+    assert not any(words in note for note in _family_notes("qwen3_moe", "[q_proj], experts: true"))
 
 
 def _family_notes(kind: str, targets: str = "all-linear") -> list[str]:

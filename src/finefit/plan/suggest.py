@@ -248,8 +248,8 @@ def _model_notes(spec: Spec, lengths: Lengths, choice: SearchResult, size: Model
     if bits and size.expert_bytes:
         experts = f"the experts ({size.expert_bytes / 2**30:.2f} GiB)"
         yield f"{experts} are not quantised to {bits} bits: bitsandbytes quantises linear layers only"
-    if isinstance(spec.tuning, Lora) and size.expert_bytes:
-        why = "several share one tensor, but adapters are for linear layers only"
+    if isinstance(spec.tuning, Lora) and size.expert_bytes and not spec.tuning.experts:
+        why = "tuning.targets names linear layers; tuning.experts: true adapts the experts, too"
         yield f"the experts carry no adapter and are not trained: {why}"
     for reason, names in size.left_out.items():
         yield f"{', '.join(grouped_names(names))} carry no adapter and are not trained: {reason}"
