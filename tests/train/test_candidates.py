@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+import torch
 
 from finefit.artifacts.atomic import read_lines, read_steps
 from finefit.artifacts.cache import host_here
@@ -26,6 +27,7 @@ from tests.faults import (
     Job,
     Outcome,
     at_step,
+    change_model,
     events,
     finish,
     make_job,
@@ -129,6 +131,44 @@ def test_a_candidate_that_does_not_fit_is_not_taken(job: Job, untimed: dict[Leve
     (told,) = events(where, "levers_timed")
     assert [one["seconds"] is None for one in told["candidates"]] == [False, True]
     assert outcome(where) == untimed[PLANNED]
+
+
+def count_passes(model: Any) -> None:
+    """A buffer that every pass in training changes, as the running mean of a norm in a user's own model."""
+    passes = torch.zeros((), dtype=torch.long)
+    model.register_buffer("passes", passes, persistent=False)
+
+    def count(model: Any, *_: Any) -> None:
+        passes.add_(int(model.training))
+
+    model.register_forward_pre_hook(count)
+
+
+def test_passes_that_belong_to_no_step_leave_no_trace_in_buffers(job: Job) -> None:
+    """Neither the timed ones nor, after the first step, that of the worst batch."""
+    where = planned(job, PLANNED, OTHER)
+    seen = where.run / "seen"
+
+    def prepare() -> None:
+        allow(slow=PLANNED)
+        os.environ["XDG_CACHE_HOME"] = str(where.run / "cache")
+        setattr(worker, "measured_card", lambda *_, **__: "a card of tests")  # noqa: B010
+        models: list[Any] = []
+
+        def changed(model: Any) -> None:
+            models.append(model.get_input_embeddings())
+            count_passes(models[0])
+
+        def note() -> None:
+            seen.write_text(f"{seen.read_text() if seen.exists() else ''}{int(models[0].passes)} ")
+
+        change_model(changed)
+        at_step(1, note)
+        at_step(2, note)
+
+    run(where, prepare)
+    assert len(events(where, "levers_timed")) == len(events(where, "measured")) == 1
+    assert seen.read_text().split() == ["0", "1"]
 
 
 def test_a_deterministic_run_does_not_ask_the_clock(job: Job, untimed: dict[Levers, Outcome]) -> None:

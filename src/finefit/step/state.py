@@ -2,7 +2,8 @@
 changed."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -134,6 +135,20 @@ def restore_random(tensors: dict[str, Tensor]) -> None:
     torch.set_rng_state(tensors["cpu"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
+
+
+@contextmanager
+def left_as_found(model: nn.Module) -> Iterator[None]:
+    """For passes that belong to no step: random numbers, and buffers such as the running mean of a norm, are afterwards
+    what they were before."""
+    random_before, buffers_before = random_state(), [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        restore_random(random_before)
+        with torch.no_grad():
+            for buffer, before in buffers_before:
+                buffer.copy_(before)
 
 
 def state_bytes(model: nn.Module) -> int:

@@ -1,8 +1,8 @@
 """Before the first step, times the best candidates of the plan on real rows and takes the fastest.
 
-All of them are exact levers, so they give the same gradient. No update is applied, and the random numbers are restored,
-so the run that follows is the one that would have followed without timing. The choice is written as a change of levers
-before step 1: a run that resumes, or starts again after a kill, keeps it."""
+All of them are exact levers, so they give the same gradient. No update is applied, and random numbers and buffers are
+restored, so the run that follows is the one that would have followed without timing. The choice is written as a change
+of levers before step 1: a run that resumes, or starts again after a kill, keeps it."""
 
 import math
 import time
@@ -21,7 +21,7 @@ from finefit.data.order import rows_of_step
 from finefit.objective.batch import Batch
 from finefit.step.engine import Engine
 from finefit.step.optimize import optimizer_step
-from finefit.step.state import random_state, restore_random
+from finefit.step.state import left_as_found
 from finefit.train.batches import capacity_under, cut_batches, on_device
 from finefit.train.context import TrainContext
 from finefit.train.oom_recovery import OutOfMemory, attempt
@@ -45,9 +45,9 @@ def take_fastest(ctx: TrainContext, state: TrainState) -> None:
     allowed = _allowed_seconds(ctx, len(rows))
     if allowed is None:
         return
-    began, random_before = time.perf_counter(), random_state()
-    seconds = _timed(ctx, rows, allowed)
-    restore_random(random_before)
+    began = time.perf_counter()
+    with left_as_found(ctx.model):
+        seconds = _timed(ctx, rows, allowed)
     ctx.forward.change(state.levers)
     if ctx.stage.device == "cuda":  # the peak of the run is that of its own levers
         torch.cuda.empty_cache()

@@ -24,7 +24,7 @@ from finefit.spec.schema import DeepSpeed
 from finefit.step.engine import Engine
 from finefit.step.levers import layers_of
 from finefit.step.optimize import optimizer_step
-from finefit.step.state import random_state, restore_random
+from finefit.step.state import left_as_found
 from finefit.train.batches import capacity_under, cut_batches, on_device
 from finefit.train.context import TrainContext, peak_bytes
 from finefit.train.ranks import ONE_RANK, Ranks
@@ -250,20 +250,20 @@ def _size(batch: Batch) -> tuple[tuple[int, ...], int, int, int]:
 
 def measure_worst_batch(ctx: TrainContext, levers: Levers) -> None:
     """Runs the largest possible batch once, when the optimizer's state exists, so that a card that is too small shows
-    at step 1. Nothing is applied, and the random numbers are restored. Skipped if backward itself updates."""
+    at step 1. Nothing is applied, and random numbers and buffers are restored. Skipped if backward itself updates."""
     if levers.update == "inside":
         return
-    random_before = random_state()
     try:
-        optimizer_step(
-            [on_device(batch, ctx.stage.device) for batch in _worst_batches(ctx, levers)],
-            forward=ctx.forward,
-            objective=ctx.objective,
-            optimizer=ctx.optimizer,
-            clip=None,
-            decide=lambda _: False,
-            engine=ctx.engine,
-        )
+        with left_as_found(ctx.model):
+            optimizer_step(
+                [on_device(batch, ctx.stage.device) for batch in _worst_batches(ctx, levers)],
+                forward=ctx.forward,
+                objective=ctx.objective,
+                optimizer=ctx.optimizer,
+                clip=None,
+                decide=lambda _: False,
+                engine=ctx.engine,
+            )
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -272,8 +272,6 @@ def measure_worst_batch(ctx: TrainContext, levers: Levers) -> None:
         ctx.optimizer.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
         return
-    finally:
-        restore_random(random_before)
     record_measurement(ctx, levers, step=1)
 
 
