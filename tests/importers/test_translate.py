@@ -1,6 +1,7 @@
 """Every key of another tool's config is translated, declared equal, or listed as not carried over."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,14 @@ trainer = train_on_responses_only(trainer, instruction_part="<u>", response_part
     assert tool.slug == "unsloth"
     with pytest.raises(SpecError, match="calls none of"):
         arguments_of("print(1)", Path("a.py"))
+
+
+def test_no_secret_of_a_config_is_shown(tmp_path: Path) -> None:
+    secrets = "hub_token: hf_S1\nwandb_api_key: S2\npad_token: <pad>\nmodel_kwargs: {token: S3}\npassword: S4\n"
+    found = translated(tmp_path, AXOLOTL + secrets)
+    shown = {line.key: line.value for line in found.lines}
+    assert not re.search("S[1-4]", str(shown))
+    assert shown["pad_token"] == "<pad>"
 
 
 _SCRIPT = """

@@ -832,3 +832,11 @@ def test_a_key_of_another_tool_is_translated_only_where_it_means_that(change: st
 def test_a_config_of_another_tool_is_named(text: str, tool: str) -> None:
     with pytest.raises(SpecError, match=f"run.yaml is a config of {tool}"):
         parsed(text)
+
+
+@pytest.mark.parametrize("key", ["sk-proj-abc.def", "Bearer abc", "$SERVER_KEY", ""])
+def test_a_secret_in_place_of_its_variable_is_refused_and_not_repeated(key: str) -> None:
+    judge = f'{{url: "http://localhost:8000/v1", model: m, key: "{key}"}}'
+    with pytest.raises(SpecError, match="environment variable") as caught:
+        parse_spec(f"{GOOD}evaluate: [{{task: rouge, judge: {judge}}}]\n", where="spec.yaml")
+    assert not key or key not in str(caught.value)

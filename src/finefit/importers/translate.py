@@ -1,12 +1,16 @@
 """Translates a config of another tool into the settings of a spec, with a line for every key: nothing is dropped
 silently."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from finefit.errors import SpecError
 from finefit.importers.keys import Config, Fate, Outcome, Tool, dropped, equal
+
+_SECRET: Final = re.compile(r"(^|\.)((\w*_)?(hub|hf|auth|access|api)_)?token$|api_?key$|secret|password")
+"""In the name of a key; `pad_token` is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +19,7 @@ class Line:
 
     key: str
     value: Any
+    """Without secrets, since it is shown."""
     outcome: Outcome
     is_default: bool = False
     """Whether the config lacks the key, and this is what the tool does then."""
@@ -61,9 +66,10 @@ def _lines(tool: Tool, config: Config, flat: Mapping[str, Any]) -> Iterator[Line
         elif value is None:
             continue  # the default is translated below
         elif key is not None:
-            yield Line(key=name, value=value, outcome=key.read(value, replace(config, reading=name)))
+            shown = _without_secrets(name, value)
+            yield Line(key=name, value=shown, outcome=key.read(value, replace(config, reading=name)))
         else:
-            yield Line(key=name, value=value, outcome=_of_unknown(tool, name))
+            yield Line(key=name, value=_without_secrets(name, value), outcome=_of_unknown(tool, name))
     for name, key in tool.keys.items():
         if key.default is not None and flat.get(name) is None:
             yield Line(
@@ -72,6 +78,14 @@ def _lines(tool: Tool, config: Config, flat: Mapping[str, Any]) -> Iterator[Line
                 outcome=key.read(key.default, replace(config, reading=name)),
                 is_default=True,
             )
+
+
+def _without_secrets(name: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_secrets(str(key), inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_secrets(name, inner) for inner in value]
+    return "(not shown)" if isinstance(value, str) and _SECRET.search(name) else value
 
 
 def _of_unknown(tool: Tool, name: str) -> Outcome:

@@ -1,11 +1,14 @@
 """Models behind OpenAI-compatible addresses: a judge that rates answers, and a server that gives them."""
 
-from typing import Literal, Self
+import re
+from typing import Final, Literal, Self
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from finefit.spec import Part
+
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 class ServedModel(Part):
@@ -14,6 +17,15 @@ class ServedModel(Part):
     model: str
     key: str | None = None
     """The environment variable that holds the secret; the secret itself belongs in no file."""
+
+    @field_validator("key")
+    @classmethod
+    def _is_a_name(cls, key: str | None) -> str | None:
+        """The value is repeated in no message: it may be the secret itself."""
+        if key is not None and not _VARIABLE.fullmatch(key):
+            problem = "this is not the name of an environment variable"
+            raise ValueError(f"{problem}; name one, such as OPENAI_API_KEY: the secret itself belongs in no file")
+        return key
 
     @model_validator(mode="after")
     def _has_a_plain_url(self) -> Self:
