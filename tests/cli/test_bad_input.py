@@ -367,3 +367,15 @@ def test_a_fault_of_finefit_is_reported_as_one(finefit: Finefit, monkeypatch: py
     answer = finefit("run", "spec.yaml", "--json")
     assert answer.code == answer.document["error"]["exit_code"] == 70
     assert "a fault of finefit: one over nothing" in answer.err
+
+
+def test_a_time_limit_that_cannot_be_kept_is_refused_and_nothing_is_written(finefit: Finefit, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "2 lamps", "completion": "lamps: 2"}\n' * 4)
+    out = tmp_path / "spec.yaml"
+    answer = finefit(
+        "init", str(rows), "--model", "owner/model", "--hours", "2", "--card", "cpu", "--yes", "--out", str(out)
+    )
+    assert answer.code == 2
+    assert "--hours 2" in answer.err
+    assert not out.exists()

@@ -143,6 +143,9 @@ def _from_data(path: str, out: Path, console: "Console", as_json: bool, ask: Que
     task = ask("what a good answer is scored by", asked["task"], found.task, str)
     chosen = from_data.Choices(model=model, task=_known_task(task), card=card, epochs=epochs, hours=asked["hours"])
     planned = _planned(found, chosen, base, console)
+    if chosen.hours is not None and (planned is None or planned.total_seconds is None):
+        problem = f"how long {model} takes on {card} is not known, so --hours {chosen.hours:g} cannot be kept"
+        raise UserError(problem, "leave it out, give --epochs, and see what `finefit plan` says")
     if planned is not None:
         chosen = from_data.within_hours(chosen, planned)
     write_text(out, from_data.text_of(found, chosen, base))
