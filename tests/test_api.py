@@ -6,13 +6,16 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import FunctionType
 
 import pytest
+import transformers
 
 import finefit
 from finefit.errors import RunError, SpecError, UserError
+from finefit.run.eval_args import EvalArgs
 from tests.conftest import make_project
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "api.md"
@@ -109,6 +112,19 @@ def test_a_mistake_is_the_same_exception_that_the_command_line_reports(
     assert caught.value.problem
     assert caught.value.exit_code == 2
     assert capsys.readouterr().out == ""
+
+
+def test_an_evaluation_takes_all_that_the_command_line_takes() -> None:
+    arguments = {*inspect.signature(finefit.evaluate).parameters} - {"progress"}
+    assert arguments == {field.name for field in fields(EvalArgs)}
+
+
+def test_an_export_gives_back_the_progress_bars_of_the_caller(tmp_path: Path) -> None:
+    bars = transformers.utils.logging
+    bars.enable_progress_bar()
+    with pytest.raises(UserError):
+        finefit.export(tmp_path / "nothing", "merged")
+    assert bars.is_progress_bar_enabled()
 
 
 def test_ranks_of_a_launcher_are_told_to_use_the_command(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,10 +125,12 @@ def evaluate(
     max_new_tokens: int | None = None,
     batch: int | None = None,
     answers: Path | str | None = None,
+    server: str | None = None,
     runs: Path | str = "runs",
     progress: OnProgress | None = None,
 ) -> Scores:
-    """Scores a run's checkpoints, any model, or answers in a file, as `finefit eval` does."""
+    """Scores a run's checkpoints, any model, answers in a file, or those of a server, as `finefit eval` does. `server`:
+    its URL, or its settings in YAML."""
     from finefit.report.callback import CallbackView
     from finefit.run.eval_args import EvalArgs
     from finefit.run.evaluation import evaluate_all, open_evaluation
@@ -144,6 +146,7 @@ def evaluate(
         max_new_tokens=max_new_tokens,
         batch=batch,
         answers=None if answers is None else Path(answers),
+        server=server,
         runs=Path(runs),
     )
     with _planning(progress):
@@ -217,23 +220,23 @@ def export(
         raise UserError(f"--to: {error}") from None
     from finefit.export.make import export as make_export
     from finefit.export.subject import open_subject
-    from finefit.model.load import quiet
+    from finefit.model.load import quiet_inside
     from finefit.run.export_target import model_folder
 
-    quiet()
     name, tell = str(_path_of(target)), progress or _nothing
-    subject = open_subject(model_folder(name, checkpoint), target=name, base=base)
-    place = Path("exports", subject.name) if out is None else Path(out)
-    report = make_export(
-        subject,
-        formats,
-        place,
-        onto=onto,
-        prompts=prompts,
-        with_modelfile=with_modelfile,
-        accept=accept,
-        say=lambda line: tell(Progress(subject="export", words=line)),
-    )
+    with quiet_inside():
+        subject = open_subject(model_folder(name, checkpoint), target=name, base=base)
+        place = Path("exports", subject.name) if out is None else Path(out)
+        report = make_export(
+            subject,
+            formats,
+            place,
+            onto=onto,
+            prompts=prompts,
+            with_modelfile=with_modelfile,
+            accept=accept,
+            say=lambda line: tell(Progress(subject="export", words=line)),
+        )
     return Exported(out=place, report=report)
 
 

@@ -96,7 +96,7 @@ def run(
 def _page(place: "RunDir", *, as_json: bool) -> Iterator[None]:
     """The page is a process of its own, which ends with this one."""
     watch = ["finefit", "watch", str(place.path), "--web"]
-    command = [sys.executable, "-m", "finefit.artifacts.processes", str(os.getpid()), *watch]
+    command = [sys.executable, "-P", "-m", "finefit.artifacts.processes", str(os.getpid()), *watch]
     page = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr if as_json else None)
     try:
         yield

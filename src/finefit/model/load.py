@@ -8,7 +8,8 @@ shared expert is inside every `mlp` and is never trained.
 
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -18,6 +19,7 @@ import torch
 import transformers
 from accelerate import infer_auto_device_map, init_empty_weights
 from accelerate.utils import CustomDtype, get_balanced_memory
+from huggingface_hub.utils import are_progress_bars_disabled  # type: ignore[attr-defined]
 from torch import nn
 from transformers import AutoConfig, BitsAndBytesConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
@@ -163,6 +165,18 @@ def quiet() -> None:
     """Hides the progress bars of libraries. `finefit/__init__.py` quiets the log of bitsandbytes, because it begins
     with its import."""
     transformers.utils.logging.disable_progress_bar()
+
+
+@contextmanager
+def quiet_inside() -> Iterator[None]:
+    """In a program that is not ours, which gets its progress bars back."""
+    are_shown = transformers.utils.logging.is_progress_bar_enabled() and not are_progress_bars_disabled()
+    quiet()
+    try:
+        yield
+    finally:
+        if are_shown:
+            transformers.utils.logging.enable_progress_bar()
 
 
 def _quantisation(bits: int | None, dtype: torch.dtype, config: PretrainedConfig) -> BitsAndBytesConfig | None:
