@@ -38,6 +38,25 @@ def test_a_checkpoint_is_named_in_every_usual_way(target: str, finished: Path, f
 
 
 @pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        (f"{RUN}/stages/1-sft/checkpoints/best/adapter_model.safetensors", "does not verify"),
+        ("model/model.safetensors", "has changed since tiny-1 was trained"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_training_are_not_exported(
+    file: str, words: str, finished: Path, finefit: Finefit
+) -> None:
+    path = finished / file
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    answer = finefit("export", RUN, "--to", "adapter", "-o", "taken", "--prompts", "1")
+    assert answer.code == 2, answer.err
+    assert words in answer.err
+    assert not (finished / "taken").exists()
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ([RUN, "--to", "onnx"], "onnx"),

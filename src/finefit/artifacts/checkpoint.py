@@ -88,11 +88,17 @@ def manifest_sha256(checkpoint: Path) -> str:
     return hashlib.sha256(read_bytes(checkpoint / MANIFEST)).hexdigest()
 
 
-def problems(checkpoint: Path) -> list[str]:
-    """Differences from the manifest; empty if every byte is as it was written."""
+def problems(checkpoint: Path, *, with_state: bool = True) -> list[str]:
+    """Differences from the manifest; empty if every byte is as it was written. `with_state`: also of the files that
+    only a resume needs."""
+
+    def is_asked(name: str) -> bool:
+        return with_state or not name.startswith("finefit_")
+
     try:
-        expected = listed_files(checkpoint)
-        present = {p.relative_to(checkpoint).as_posix() for p in checkpoint.rglob("*") if not p.is_dir()} - {MANIFEST}
+        expected = {name: facts for name, facts in listed_files(checkpoint).items() if is_asked(name)}
+        names = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if not path.is_dir())
+        present = {*filter(is_asked, names)} - {MANIFEST}
         found = [f"{name} is not in the manifest" for name in sorted(present - expected.keys())]
         for name, (size, digest) in expected.items():
             path = checkpoint / name

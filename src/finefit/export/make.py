@@ -25,7 +25,7 @@ from finefit.artifacts.records import write_record
 from finefit.errors import FindingError, ModelError
 from finefit.export import card, gguf, llama_cpp, merged, ollama, proof
 from finefit.export.outputs import Outputs, Probe, write_probe
-from finefit.export.requirements import parameters_of, require_own, require_possible, require_room
+from finefit.export.requirements import parameters_of, require_as_trained, require_own, require_possible, require_room
 from finefit.export.scores import beyond_score, scored_evaluation, task_score
 from finefit.export.servable import servable
 from finefit.export.structure import adapter_problems, folder_problems
@@ -123,6 +123,7 @@ def export_into(
     """The whole export in an empty folder that nobody sees yet. `published`: the name that it will get."""
     began = time.perf_counter()
     require_possible(subject, formats, with_modelfile=with_modelfile)
+    require_as_trained(subject)
     making, origin = _begin(subject, staging, onto, prompts, len(formats) == 1, say)
     exports = [_exported(making, form) for form in formats]
     if refused := [one for one in exports if one.problems and not accept]:

@@ -5,16 +5,20 @@ from math import prod
 from pathlib import Path
 
 from finefit.artifacts.atomic import disk_full
+from finefit.artifacts.checkpoint import problems
 from finefit.artifacts.export_records import EXPORT, ExportReport, Onto
 from finefit.artifacts.reading import is_there
-from finefit.artifacts.records import read_if_there
+from finefit.artifacts.records import read_if_there, read_record
+from finefit.artifacts.stage_records import Stage
 from finefit.errors import ModelError, RunError
 from finefit.export import gguf, merged
 from finefit.export.subject import ExportSubject
 from finefit.facts.files import free_bytes, read_config
+from finefit.model.load import starting_adapter
 from finefit.model.quantised import packed_weights
 from finefit.model.saved_weights import spans_in
 from finefit.spec.exports import ExportFormat, export_bytes
+from finefit.spec.stages import moved
 
 SLACK_BYTES = 64 << 20
 
@@ -30,6 +34,24 @@ def require_possible(subject: ExportSubject, formats: Sequence[ExportFormat], *,
         gguf.require_packages("cyllama")
     if any(form.kind == "gguf-lora" for form in formats):
         gguf.require_packages("xllamacpp")
+
+
+def require_as_trained(subject: ExportSubject) -> None:
+    """The proof compares with the weights that are here, so they must be those of the training. Another base that the
+    user names is theirs to answer for."""
+    where, external = subject.where, subject.external
+    if where is None:
+        return
+    checkpoint = external.weights or external.resolved.folder
+    if found := problems(checkpoint, with_state=False):
+        raise RunError(f"{checkpoint.name} does not verify: {'; '.join(found)}", "export another checkpoint")
+    stage = read_record(where.stage, Stage)
+    base = moved(stage.model, lambda path: str((where.run / path).resolve()))
+    if external.weights is None or external.model != base or starting_adapter(stage.tuning, where.run) is not None:
+        return  # the recorded fingerprint of a training that went on from an adapter covers that adapter too
+    if external.resolved.fingerprint != stage.model_fingerprint:
+        problem = f"{subject.base_name} has changed since {subject.name} was trained on it"
+        raise RunError(problem, "restore it, or name the model that it was trained on with --base")
 
 
 def require_own(out: Path, subject: ExportSubject, formats: Sequence[ExportFormat]) -> bool:
