@@ -3,7 +3,9 @@
 import math
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -198,6 +200,20 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
         temporary.write_text("new")
         assert path.read_text() == "old"
     assert [(found.name, found.read_text()) for found in tmp_path.iterdir()] == [("file", "new")]
+
+
+def test_of_two_threads_that_write_one_file_at_once_each_writes_it_whole(tmp_path: Path) -> None:
+    path, both = tmp_path / "file", Barrier(2)
+
+    def write(text: str) -> None:
+        with staged_file(path, durable=False) as temporary:
+            temporary.write_text(text)
+            both.wait(timeout=20)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(write, ["one", "other"]))
+    assert path.read_text() in ("one", "other")
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_staged_folder_is_hidden_until_it_is_published_and_gone_if_it_is_not(tmp_path: Path) -> None:

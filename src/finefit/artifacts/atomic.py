@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ _REMEDY = "free some space, then give the same command again: it resumes where i
 def staged_file(path: Path, needed_bytes: int | None = None, *, durable: bool = True) -> Iterator[Path]:
     """A temporary path beside `path`. At the end of the block, what was written there replaces `path`: readers see the
     old file or the new one. `durable` keeps this true after a power failure."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     with report_disk_full(path, needed_bytes):
         try:
             yield temporary
@@ -55,6 +56,11 @@ def staged_file(path: Path, needed_bytes: int | None = None, *, durable: bool = 
         sync(path.parent)
 
 
+def _temporary(path: Path) -> Path:
+    """Of this thread alone, since several may write the same file of a cache."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
+
+
 def write_text(path: Path, text: str, *, durable: bool = True) -> None:
     with staged_file(path, len(text.encode()), durable=durable) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -62,7 +68,7 @@ def write_text(path: Path, text: str, *, durable: bool = True) -> None:
 
 def link(path: Path, target: str) -> None:
     """Atomically replaces `path` by a relative symbolic link."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     temporary.unlink(missing_ok=True)
     with report_disk_full(path, len(target.encode())):
         temporary.symlink_to(target)

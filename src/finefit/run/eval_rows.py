@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from finefit.artifacts.atomic import Journal
+from finefit.artifacts.atomic import Journal, staged_file
 from finefit.artifacts.checkpoint import step_named
 from finefit.artifacts.forecasts import Plan
 from finefit.artifacts.reading import is_there
@@ -99,9 +99,8 @@ def other_rows(run: RunDir, data: str) -> EvalRows:
     place.parent.mkdir(exist_ok=True)
     images = ((IMAGE_ARCHIVE, place.with_name(IMAGE_ARCHIVE)),) if has_images else ()
     for name, target in (*images, (ITEMS, place)):
-        temporary = target.with_suffix(".tmp")
-        shutil.copyfile(prepared.path(name), temporary)
-        temporary.replace(target)
+        with staged_file(target, durable=False) as temporary:
+            shutil.copyfile(prepared.path(name), temporary)
     stem = "".join(c if c.isascii() and c.isalnum() else "-" for c in Path(data).stem)[:_MAX_STEM]
     return EvalRows(
         file=str(place.relative_to(where.prepared(""))),
