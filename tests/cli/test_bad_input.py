@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
+from finefit.spec.draft import commented
 from tests.cli.conftest import STAGE, Finefit, process, rewrite
 from tests.conftest import make_model_folder, make_rows, write_jsonl
 
@@ -379,3 +381,13 @@ def test_a_time_limit_that_cannot_be_kept_is_refused_and_nothing_is_written(fine
     assert answer.code == 2
     assert "--hours 2" in answer.err
     assert not out.exists()
+
+
+def test_names_of_columns_control_neither_the_terminal_nor_the_spec(finefit: Finefit, tmp_path: Path) -> None:
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "spec.yaml"
+    write_jsonl(rows, [{"prompt": "2 lamps", "completion": "lamps: 2", "\x1b]0;mine\x07": 1}])
+    answer = finefit("init", str(rows), "--model", "owner/model", "--card", "cpu", "--yes", "--out", str(out))
+    assert "\x1b" not in answer.out
+    assert "\\u001b]0;mine" in answer.out
+    text = commented({"name": "a"}, {"name": "the column \x1b]0;mine"})
+    assert YAML(typ="safe", pure=True).load(text) == {"name": "a"}

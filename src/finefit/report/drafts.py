@@ -8,7 +8,7 @@ from rich.console import Console
 
 from finefit.drafts.data_file import DataFile
 from finefit.drafts.from_data import Choices, Proposal
-from finefit.report.layout import GUTTER, duration, plural
+from finefit.report.layout import GUTTER, duration, plural, visible
 
 
 def show_data(found: DataFile, console: Console) -> None:
@@ -30,7 +30,7 @@ def show_data(found: DataFile, console: Console) -> None:
         lines.append(("test", "no file of test rows beside it: answers are not scored until data.test names one"))
     lines.append(("task", f"{found.task}: {found.why}"))
     for label, text in lines:
-        console.print(f"{label:<{GUTTER}}{text}", soft_wrap=True)
+        console.print(f"{label:<{GUTTER}}{visible(text)}", soft_wrap=True)
 
 
 def show_proposals(proposals: Sequence[Proposal], card: str, console: Console) -> None:

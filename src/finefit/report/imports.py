@@ -7,7 +7,7 @@ from rich.text import Text
 
 from finefit.drafts.from_config import Compared, Imported
 from finefit.importers.translate import Line
-from finefit.report.layout import hanging, print_lines, table
+from finefit.report.layout import hanging, print_lines, table, visible
 from finefit.spec.load import inline
 
 _MAX_VALUE = 60
@@ -46,8 +46,8 @@ def _show(title: str, lines: Sequence[Line], console: Console) -> None:
     console.print(f"{title} ({len(lines)})", style="bold")
     for line in lines:
         settings = ", ".join(f"{place}: {_shown(value)}" for place, value in line.outcome.settings.items())
-        words = Text("; ".join(filter(None, [f"-> {settings}" if settings else "", line.outcome.note])))
-        lead = Text(f"  {line.key}: {_shown(line.value)}")
+        words = Text(visible("; ".join(filter(None, [f"-> {settings}" if settings else "", line.outcome.note]))))
+        lead = Text(f"  {visible(line.key)}: {_shown(line.value)}")
         if len(lead) >= indent:
             console.print(lead)
             lead = Text()

@@ -44,7 +44,10 @@ def _has_comments(comments: Mapping[str, str], path: str) -> bool:
 
 
 def _comment(text: str, indent: str) -> Iterator[str]:
+    """What YAML does not allow even in a comment, such as control characters in the name of a column, is written as an
+    escape."""
     for paragraph in text.splitlines():
+        paragraph = "".join(c if c.isprintable() or c == "\t" else f"\\u{ord(c):04x}" for c in paragraph)
         yield from textwrap.wrap(
             paragraph, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_long_words=False
         )
