@@ -71,10 +71,10 @@ def test_any_number_of_ranks_covers_an_epoch_exactly_once(
 
 def test_steps_of_a_million_rows_are_found_without_a_new_order_for_each() -> None:
     rows_of_step(0, num_rows=1_000_000, global_batch=16, seed=1)
-    began = time.perf_counter()
+    began = time.thread_time()
     for step in range(200):
         rows_of_step(step, num_rows=1_000_000, global_batch=16, seed=1)
-    assert time.perf_counter() - began < 0.5  # 200 orders take more than a second
+    assert time.thread_time() - began < 0.5  # 200 orders take more than a second
 
 
 @given(num_pieces=st.integers(1, 40), num_ranks=st.integers(1, 9))
@@ -166,7 +166,7 @@ def test_a_hundred_thousand_rows_fill_their_packs_within_seconds() -> None:
     chance = np.random.RandomState(0)
     lengths = np.clip(chance.lognormal(5.3, 0.7, 100_000).astype(int), 8, 2048)
     supervised = np.maximum(1, (lengths * chance.uniform(0.1, 0.9, len(lengths))).astype(int))
-    began = time.perf_counter()
+    began = time.thread_time()
     packs = best_fit(lengths, supervised, max_tokens=2048, max_supervised=int(supervised.max()))
-    assert time.perf_counter() - began < 10  # every pack looked at for every row would take minutes
+    assert time.thread_time() - began < 10  # every pack looked at for every row would take minutes
     assert sum(lengths) / (len(packs) * 2048) > 0.99

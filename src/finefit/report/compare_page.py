@@ -56,7 +56,7 @@ def page_with_what_is_installed(comparison: Comparison) -> str:
     if comparison.differing:
         parts.append(html_table(compare.settings_table("", comparison, comparison.differing)))
     if others := comparison.without_effect:
-        parts.append(f"<details><summary>{len(others)} more that have differs, without effect on scores</summary>")
+        parts.append(f"<details><summary>{len(others)} more that differ, without effect on scores</summary>")
         parts.append(f"{html_table(compare.settings_table('', comparison, others))}</details>")
     parts += [part for task in comparison.tasks for part in _task(comparison, task, has_plots=has_plots)]
     if comparison.curves and has_plots:
