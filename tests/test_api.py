@@ -127,6 +127,12 @@ def test_an_export_gives_back_the_progress_bars_of_the_caller(tmp_path: Path) ->
     assert bars.is_progress_bar_enabled()
 
 
+def test_a_text_in_the_place_of_several_is_one_of_them(project: Path) -> None:
+    assert finefit.load_spec(project, "optimizer.lr=1e-3").overrides == ("optimizer.lr=1e-3",)
+    with pytest.raises(UserError, match="card 'MacBook' is not known"):
+        finefit.plan(project, "MacBook")
+
+
 def test_ranks_of_a_launcher_are_told_to_use_the_command(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)

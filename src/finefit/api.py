@@ -26,7 +26,8 @@ def load_spec(path: Path | str, overrides: Sequence[str] = ()) -> SpecFile:
     """Reads and validates a spec file. Overrides are written as for `--set`: `optimizer.lr=1e-4`."""
     from finefit.spec.load import load_pipeline
 
-    return SpecFile(path=Path(path), overrides=tuple(overrides), pipeline=load_pipeline(Path(path), tuple(overrides)))
+    every = _each(overrides)
+    return SpecFile(path=Path(path), overrides=every, pipeline=load_pipeline(Path(path), every))
 
 
 def plan(spec: AnySpec, cards: Sequence[str] = (), *, progress: OnProgress | None = None) -> "RunPlan":
@@ -37,7 +38,7 @@ def plan(spec: AnySpec, cards: Sequence[str] = (), *, progress: OnProgress | Non
     from finefit.report.plan import RunPlan
 
     found = _spec_file(spec)
-    asked = tuple(cards) or (found.pipeline.card,)
+    asked = _each(cards) or (found.pipeline.card,)
     for card in asked:
         parse_card(card)  # a misspelt name is reported before anything is read
     _announce(found.pipeline.models(), found.base, progress)
@@ -95,12 +96,12 @@ def run(
     from finefit.run.command import RunArgs, StageSelection, carry_out, find_or_create, read_command
 
     _require_one_process()
-    selection = StageSelection(first=first, only=only, force=tuple(force))
+    selection, overrides = StageSelection(first=first, only=only, force=_each(force)), _each(overrides)
     known = target if isinstance(target, SpecFile) else None
     path = target.path if isinstance(target, (SpecFile, OpenRun)) else Path(target)
     if known is not None and overrides:
         known = load_spec(path, (*known.overrides, *overrides))
-    every = tuple(overrides) if known is None else known.overrides
+    every = overrides if known is None else known.overrides
     args = RunArgs(target=path, overrides=every, new=new, runs=Path(runs), selection=selection)
     command = read_command(args, None if known is None else known.pipeline)
     if command.pipeline.is_flat and command.pipeline.flat_spec.launcher.kind == "slurm":
@@ -138,7 +139,7 @@ def evaluate(
     args = EvalArgs(
         target=None if target is None else str(_path_of(target)),
         checkpoint=checkpoint,
-        tasks=tuple(tasks),
+        tasks=_each(tasks),
         data=None if data is None else str(data),
         limit=limit,
         device=device,
@@ -186,7 +187,7 @@ def comparisons(
     if not (checkpoint or task or varies) and (stored := stored_comparisons(named)):
         return stored
     models = expand_targets(named)
-    return (compare_runs(models, checkpoint=checkpoint, task=task, declared=tuple(varies), show=show),)
+    return (compare_runs(models, checkpoint=checkpoint, task=task, declared=_each(varies), show=show),)
 
 
 def only_comparison(targets: Sequence[AnyRun], found: "Sequence[Comparison]") -> "Comparison":
@@ -215,7 +216,7 @@ def export(
     from finefit.spec.exports import parse_formats
 
     try:
-        formats = parse_formats([to] if isinstance(to, str) else list(to))
+        formats = parse_formats(list(_each(to)))
     except ValueError as error:
         raise UserError(f"--to: {error}") from None
     from finefit.export.make import export as make_export
@@ -253,6 +254,11 @@ def _spec_file(spec: AnySpec) -> SpecFile:
 
 def _path_of(target: AnyRun) -> Path | str:
     return target.path if isinstance(target, OpenRun) else target
+
+
+def _each(given: Sequence[str] | str) -> tuple[str, ...]:
+    """A text is one of what may be several, not its letters."""
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _nothing(_: Progress) -> None:
