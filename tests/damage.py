@@ -24,6 +24,9 @@ from finefit.artifacts.rundir import RunDir
 from finefit.cli import FAULT, main
 from finefit.review.items import RunTarget, review_set_of_runs
 from finefit.review.session import open_session
+from finefit.web.runs import Runs
+from finefit.web.watch import watch_app
+from tests.clients import client_of
 from tests.conftest import SPEC, make_project, write_jsonl
 from tests.forks import start_server
 from tests.pairs import DPO, make_pairs_project
@@ -39,14 +42,17 @@ READERS = (
     ("review", RUN, "--results", "--json"),
     ("run", RUN, "--dry-run", "--json"),
     ("run", "spec.yaml", "--dry-run", "--json"),
+    ("report", RUN, "--out", "report.md", "--json"),
+    ("chat", RUN, "--max-new-tokens", "4", "--json"),
 )
-"""They change nothing."""
+"""They change nothing. A chat is told `SAID`."""
 WRITERS = (("eval", RUN, "--json"), ("run", RUN, "--json"))
 LESS_USED = (
     ("compare", RUN, COPY, "--json"),
     ("compare", COPY, RUN, "--html", "page.html"),
     ("review", RUN, "--export", "verdicts.csv", "--json"),
     ("review", RUN, COPY, "--results"),
+    ("report", RUN, "--out", "report.html", "--json"),
     ("run", "spec.yaml", "--json"),
 )
 """The last trains again where the run is no longer known for what it was."""
@@ -95,10 +101,15 @@ STAGE_READERS = (
     ("run", "spec.yaml", "--dry-run", "--json"),
     ("compare", STAGES / "scores", "--json"),
     ("review", STAGES / "scores/sft", "--results", "--json"),
+    ("report", STAGES / "scores/sft", "--out", "report.md", "--json"),
+    ("chat", STAGES / "sft", "--max-new-tokens", "4", "--json"),
 )
 _LONGEST_SECONDS = 400
-_UNEQUAL = ("seconds", "peak_bytes", "loaded_bytes", "predicted_bytes", "wait_seconds", "waited_share", "at")
+_UNEQUAL = ("seconds", "peak_bytes", "loaded_bytes", "predicted_bytes", "wait_seconds", "waited_share", "at", "bytes")
 """Of two equal runs."""
+EXPORT = ("export", RUN, "--to", "adapter", "--prompts", "1", "--out", "taken", "--json")
+ASKED_OF_THE_PAGE = ("state", "series", "items?task=json_match&checkpoint=checkpoint-12", "plan", "log")
+SAID = "add 3 and 4\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +152,7 @@ def finefit(*words: object) -> Answer:
     said = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
     with _at_most(_LONGEST_SECONDS, hangs), pytest.MonkeyPatch.context() as patch, said[0], said[1]:
         patch.setattr(sys, "argv", ["finefit", *map(str, words)])
+        patch.setattr(sys, "stdin", io.StringIO(SAID))
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("COLUMNS", "200")
         try:
@@ -152,6 +164,20 @@ def finefit(*words: object) -> Answer:
     assert code != FAULT, f"finefit {' '.join(map(str, words))}:\n{answer.err}"
     assert "Traceback" not in answer.out + answer.err
     return answer
+
+
+def look_at_page(run: Path) -> dict[str, tuple[int, Any]]:
+    """What the page of a run, and the list of runs, are answered: status and content by what was asked. None of it may
+    be a fault of ours."""
+    told: dict[str, tuple[int, Any]] = {}
+    for runs in (Runs(run.parent), Runs(run)):
+        with client_of(watch_app(runs)) as client:
+            for asked in ("/api/runs", *(f"/api/run/{run.name}/{one}" for one in ASKED_OF_THE_PAGE)):
+                response = client.get(asked)
+                assert response.status_code < 500, (asked, response.text)
+                assert "Traceback" not in response.text
+                told[asked] = (response.status_code, response.json())
+    return told
 
 
 @contextlib.contextmanager
