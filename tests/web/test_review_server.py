@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from finefit.errors import DiskFull
+from finefit.errors import DiskFull, UserError
 from finefit.review.items import ReviewSet
 from finefit.review.session import Session
 from finefit.review.verdicts import JournalEntry, ResultsRevealed, Verdict
@@ -401,10 +401,16 @@ def test_names_are_exact_and_those_of_this_machine_where_it_listens_everywhere()
 
 
 def test_a_port_that_is_taken_is_the_users_to_change() -> None:
-    from finefit.errors import UserError
-
     with bound("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}"), bound("127.0.0.1", port):
+        with pytest.raises(UserError, match=rf"127\.0\.0\.1:{port}") as refused, bound("127.0.0.1", port):
             pass
+        assert "--port" in refused.value.remedy
+
+
+@pytest.mark.parametrize("host", ["999.1.1.1", "192.0.2.1", "a\udcff", "::ffff::1", "a" * 70])
+def test_a_host_that_is_not_of_this_machine_is_the_users_to_change(host: str) -> None:
+    with pytest.raises(UserError, match="cannot listen on") as refused, bound(host, 0):
+        pass
+    assert "--host" in refused.value.remedy

@@ -5,6 +5,7 @@ here (DNS rebinding). So the Host must be one of ours, a request that changes so
 own page, and no other site may frame, read or cache a response.
 """
 
+import errno
 import hmac
 import ipaddress
 import json
@@ -221,6 +222,9 @@ def _ip_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
         return None
 
 
+_ANOTHER_HOST = "name an address of this machine with --host, or leave it out for this machine alone"
+
+
 @contextmanager
 def bound(host: str, port: int) -> Iterator[socket.socket]:
     """Port 0 takes any free one."""
@@ -229,8 +233,11 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((host, port))
+        except TypeError as error:  # of a host that is no text to look up
+            raise UserError(f"cannot listen on {host!r}: {error}", _ANOTHER_HOST) from None
         except OSError as error:
-            remedy = "name another --port, or leave it out to get a free one"
+            is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            remedy = "name another --port, or leave it out to get a free one" if is_port else _ANOTHER_HOST
             raise UserError(f"cannot listen on {host}:{port}: {error.strerror}", remedy) from None
         yield listening
 
