@@ -150,6 +150,7 @@ def test_a_model_without_a_template_forgets_the_turns_before(chat: Chat) -> None
         ("runs/other-1", "tiny-1"),
         (f"{RUN}:7", "checkpoint-12"),
         ("nowhere.gguf", "nowhere.gguf"),
+        ("train.jsonl", "train.jsonl is not a folder"),
         ("embedded:gpt-5", "smollm2-135m"),
     ],
 )

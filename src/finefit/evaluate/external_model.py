@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from finefit.artifacts.reading import is_there
 from finefit.artifacts.records import WiredModel, read_record, read_spec
 from finefit.artifacts.rundir import RunDir, StageDir, is_run
 from finefit.artifacts.stage_records import Stage
@@ -93,7 +94,7 @@ def _model_named(target: str) -> Model:
             raise ModelError(f"there is no embedded model {name}", f"there is embedded:{_EMBEDDED}")
         return EmbeddedModel(kind="embedded", name=_EMBEDDED)
     if not Path(target).is_dir():
-        raise RunError(f"{target} is not there", f"name {FORMS}")
+        raise RunError(f"{target} is not {'a folder' if is_there(Path(target)) else 'there'}", f"name {FORMS}")
     return FolderModel(kind="folder", path=str(Path(target).resolve()))
 
 

@@ -17,6 +17,7 @@ import peft
 import torch
 from torch import Tensor, nn
 
+from finefit.artifacts.reading import is_there
 from finefit.artifacts.records import read_record
 from finefit.artifacts.stage_records import Stage
 from finefit.data.render import Renderer
@@ -275,7 +276,8 @@ class GgufSpeaker:
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
-            raise ModelError(f"{path} is not there", "`finefit export RUN --to gguf:q8_0` makes such a file")
+            problem = f"{path} is not {'a file' if is_there(path) else 'there'}"
+            raise ModelError(problem, "`finefit export RUN --to gguf:q8_0` makes such a file")
         from finefit.export.llama_cpp import open_gguf
 
         self._model = open_gguf(path)
