@@ -97,6 +97,11 @@ def test_the_package_says_that_it_is_typed() -> None:
         (lambda: finefit.compare("nowhere"), RunError),
         (lambda: finefit.export("nowhere", "cake"), UserError),
         (lambda: finefit.plan("spec.yaml", ["no such card"]), UserError),
+        (lambda: finefit.compare(), RunError),
+        (lambda: finefit.evaluate("nowhere", limit=-1), UserError),
+        (lambda: finefit.evaluate("nowhere", device="tpu"), UserError),  # type: ignore[arg-type]
+        (lambda: finefit.evaluate("nowhere", checkpoint=40), RunError),
+        (lambda: finefit.export("nowhere", "merged", prompts=0), UserError),
     ],
 )
 def test_a_mistake_is_the_same_exception_that_the_command_line_reports(

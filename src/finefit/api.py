@@ -117,7 +117,7 @@ def run(
 def evaluate(
     target: AnyRun | None = None,
     *,
-    checkpoint: str = "final",
+    checkpoint: str | int = "final",
     tasks: Sequence[str] = (),
     data: Path | str | None = None,
     limit: int | None = None,
@@ -138,7 +138,7 @@ def evaluate(
 
     args = EvalArgs(
         target=None if target is None else str(_path_of(target)),
-        checkpoint=checkpoint,
+        checkpoint=str(checkpoint),
         tasks=_each(tasks),
         data=None if data is None else str(data),
         limit=limit,
@@ -224,6 +224,8 @@ def export(
     from finefit.model.load import quiet_inside
     from finefit.run.export_target import model_folder
 
+    if prompts < 1:
+        raise UserError(f"prompts is {prompts}, and an export is compared on at least 1")
     name, tell = str(_path_of(target)), progress or _nothing
     with quiet_inside():
         subject = open_subject(model_folder(name, checkpoint), target=name, base=base)

@@ -254,8 +254,8 @@ def test_a_secret_stays_out_of_what_the_connection_complains_about(
         ({"url": "https://me:secret@host/v1"}, "holds a user or a query"),
         ({"url": "https://host/v1?api_key=x"}, "holds a user or a query"),
         ({"url": "http://host/v1", "question": "good?"}, "lacks {answer}"),
-        ({"url": "http://host/v1", "key": "sk-123"}, "key: it is the name of an environment variable"),
-        ({"url": "http://host/v1", "key": ""}, "key: it is the name of an environment variable"),
+        ({"url": "http://host/v1", "key": "sk-123"}, "not the name of an environment variable"),
+        ({"url": "http://host/v1", "key": ""}, "not the name of an environment variable"),
     ],
 )
 def test_a_judge_that_cannot_be_asked_or_would_leak_is_refused_with_the_spec(

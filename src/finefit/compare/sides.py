@@ -72,6 +72,8 @@ class LoadedSide:
 def open_sides(targets: Sequence[str], *, checkpoint: str | None = None) -> tuple[LoadedSide, ...]:
     """`checkpoint` is the default for targets that name none, itself by default the final one. A single run is compared
     with its base."""
+    if not targets:
+        raise RunError("nothing is named to compare", "name runs, or one to compare with its base")
     named = [rundir.open_target(target, checkpoint) for target in targets]
     if len(named) == 1:
         run, asked = named[0]

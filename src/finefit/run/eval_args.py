@@ -5,11 +5,11 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from finefit.errors import RunError, SpecError
+from finefit.errors import RunError, SpecError, UserError
 from finefit.evaluate.server_answers import only_model_at
 from finefit.run.eval_subjects import Device
 from finefit.spec.load import spec_text
@@ -35,6 +35,14 @@ class EvalArgs:
     server: str | None = None
     """A server's URL, or its settings in YAML."""
     runs: Path = Path("runs")
+
+    def __post_init__(self) -> None:
+        counts = {"limit": self.limit, "max_new_tokens": self.max_new_tokens, "batch": self.batch}
+        for name, value in counts.items():
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value}, and at least 1 is needed", "leave it out for the default")
+        if self.device not in (None, *get_args(Device)):
+            raise UserError(f"there is no device {self.device}", f"name one of {', '.join(get_args(Device))}")
 
 
 def server_of(args: EvalArgs) -> Server:
