@@ -231,6 +231,7 @@ def test_fuzzed_run_directories_are_no_fault_of_ours(finished: Path, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_many_fuzzed_run_directories_are_no_fault_of_ours_and_take_little_memory(
     finished: Path, tmp_path: Path
 ) -> None:
