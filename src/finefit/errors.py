@@ -5,6 +5,7 @@ FinefitError                   70  a fault of ours, if it reaches the user bare
 │   ├── SpecError                  the spec file or an override
 │   ├── DataError                  a row or a data file
 │   ├── ModelError                 weights, tokenizer, adapter targets
+│   │   └── HubUnreachable         files that are not here, and no connection to fetch them
 │   ├── MissingPackage             one that only some specs need
 │   └── RunError                   a run directory: locked, changed inputs, a foreign checkpoint
 │       └── OtherVersion           a record of another version of finefit
@@ -46,6 +47,10 @@ class DataError(UserError):
 
 
 class ModelError(UserError):
+    pass
+
+
+class HubUnreachable(ModelError):
     pass
 
 

@@ -10,18 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from finefit.data.columns import plain
+from finefit.data.files import find_files
+from finefit.data.records import is_amr
 from finefit.data.rows import BadRow, Kind, Row
+from finefit.data.shapes import Shape
 from finefit.data.sources import open_source
-from finefit.errors import DataError, FinefitError
-from finefit.spec.data import Source
+from finefit.errors import DataError, UserError
+from finefit.spec.data import Data, Fields, Source
 
 _MAX_ROWS = 50_000
 """Rows that are looked at; a larger file is judged by its first ones."""
-_TEST_NAMES = ("test", "val", "valid", "validation", "dev", "eval")
+_TEST_NAMES, _VALIDATION_NAMES = ("test", "eval"), ("validation", "valid", "val", "dev")
+_CONFIGS = (".yaml", ".yml", ".toml", ".py", ".ipynb")
 _SHORT_WORDS, _LONG_WORDS = 5, 60
 _TASKS_OF_SHAPES = {"AMR": "amr", "QMSum": "qmsum", "TruthfulQA": "truthfulqa"}
-_LETTERS_PER_TOKEN = 3.0
-"""Fewer than English has, so that lengths are rather too long."""
+_BYTES_PER_TOKEN = 3.0
+"""Fewer than English has, so that lengths are rather too long; a Chinese character has three."""
+_MAX_BAD_SHARE: float = Data.model_fields["drop_at_most"].default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +34,8 @@ class DataFile:
     """`path`: as the user wrote it."""
 
     path: str
+    fields: Fields
+    """What the user said, or the whole document for a text file."""
     shape: str
     mapping: dict[str, str]
     kind: Kind
@@ -38,11 +45,14 @@ class DataFile:
     bad: tuple[str, ...]
     """The first rows that cannot be used, with reasons."""
     num_bad: int
-    letters: tuple[int, ...]
+    """Of all splits."""
+    bytes: tuple[int, ...]
     """Of each row, prompt and answer together."""
-    answer_letters: int
+    answer_bytes: int
     """At the median."""
-    has_images: bool
+    longest_answer_bytes: int
+    num_images: int
+    """Of the row with the most."""
     repeated: int
     """Rows whose prompt an earlier row has."""
     task: str | None
@@ -50,59 +60,106 @@ class DataFile:
     why: str
     where: dict[str, Any]
     """Selects the good answers among judged ones."""
+    validation: str | None
     test: str | None
-    """A file beside it that looks like its test rows."""
-    shared_with_test: int = 0
-    """Test rows whose prompt is also in training."""
+    """Rows beside it, or in another split of it."""
+    test_rows: int = 0
+    shared: int = 0
+    """Rows of validation and test whose prompt is also in training."""
 
     def tokens(self, share: float) -> int:
         """The estimated tokens of the row that is longer than this share of all."""
-        ordered = sorted(self.letters)
-        return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))] / _LETTERS_PER_TOKEN) + 32
+        ordered = sorted(self.bytes)
+        return tokens_of(ordered[min(len(ordered) - 1, int(share * len(ordered)))])
 
 
-def look_at(path: str, base: Path) -> DataFile:
+def tokens_of(num_bytes: float) -> int:
+    """Estimated, with the tokens of a chat template."""
+    return round(num_bytes / _BYTES_PER_TOKEN) + 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    shape: Shape
+    usable: list[Row]
+    bad: list[BadRow]
+    is_whole: bool
+
+
+def look_at(path: str, base: Path, fields: Fields | None = None) -> DataFile:
     """Raises a DataError that says what is wrong with a file that cannot be trained on."""
-    source = Source(path=path)
-    reader = open_source(source, base, split="train")
-    found = list(islice(reader.rows(), _MAX_ROWS + 1))
-    rows = [row for row in found[:_MAX_ROWS] if isinstance(row, Row)]
-    bad = [row for row in found[:_MAX_ROWS] if isinstance(row, BadRow)]
-    if not rows:
-        first = f"; the first: {bad[0].place} {bad[0].reason}" if bad else ""
-        raise DataError(f"{path} holds no row that can be trained on{first}", "fix the file, or name another")
-    shape = reader.shapes[0]
-    where: dict[str, Any] = {}
+    if path.lower().endswith(_CONFIGS):
+        remedy = f"finefit init --from {path} translates a config of another tool; finefit plan {path} plans a spec"
+        raise DataError(f"{path} is not a file of rows", remedy)
+    if fields is None:
+        fields = Fields(text="document") if _is_plain_text(path, base) else Fields()
+    found = _read(Source(path=path, fields=fields), base, "train")
+    rows, where = found.usable, {}
     if rows[0].kind == "judged":
-        where = {shape.parts["label"].name: shape.good}
+        where = {found.shape.parts["label"].name: found.shape.good}
         rows = [row for row in rows if row.is_good] or rows
+    validation, test = _held_out(path, base, "validation"), _held_out(path, base, "test")
+    if test is None:  # rows that are scored say more than rows that only choose the checkpoint
+        validation, test = None, validation
+    others = {
+        split: _read(Source(path=place, fields=fields), base, split)
+        for split, place in (("validation", validation), ("test", test))
+        if place is not None
+    }
     prompts = Counter(_prompt(row) for row in rows)
-    task, why = _task(rows, shape.name)
-    test = _test_beside(path, base)
+    task, why = _task(rows, found.shape.name)
+    bad = [row for one in (found, *others.values()) for row in one.bad]
     return DataFile(
         path=path,
-        shape=shape.name,
-        mapping=dict(shape.mapping),
+        fields=fields,
+        shape=found.shape.name,
+        mapping=dict(found.shape.mapping),
         kind=rows[0].kind,
         rows=len(rows),
-        is_whole=len(found) <= _MAX_ROWS,
+        is_whole=found.is_whole,
         bad=tuple(f"{row.place} {row.reason}" for row in bad[:3]),
         num_bad=len(bad),
-        letters=tuple(_letters(row) for row in rows),
-        answer_letters=round(statistics.median(len(row.answer or row.text) for row in rows)),
-        has_images=any(row.images for row in rows),
+        bytes=tuple(_num_bytes(row) for row in rows),
+        longest_answer_bytes=max(len((row.answer or row.text).encode()) for row in rows),
+        answer_bytes=round(statistics.median(len((row.answer or row.text).encode()) for row in rows)),
+        num_images=max(len(row.images) for row in rows),
         repeated=0 if rows[0].kind == "text" else sum(prompts.values()) - len(prompts),
         task=task,
         why=why,
         where=where,
+        validation=validation,
         test=test,
-        shared_with_test=_shared(prompts, test, base) if test else 0,
+        test_rows=len(others["test"].usable) if test else 0,
+        shared=sum(_prompt(row) in prompts for one in others.values() for row in one.usable),
     )
 
 
-def _letters(row: Row) -> int:
-    messages = sum(len(message.content) for message in (*row.messages, *row.rejected))
-    return messages + len(row.text) + len(row.tools)
+def _read(source: Source, base: Path, split: str) -> _Rows:
+    """A source that has more bad rows than a run lets pass is refused."""
+    try:
+        reader = open_source(source, base, split=split)
+    except DataError as error:
+        here = "; to finefit init, give them as --fields with quotes around the braces"
+        raise DataError(error.problem, error.remedy + (here if "fields: {" in error.remedy else "")) from None
+    found = list(islice(reader.rows(), _MAX_ROWS + 1))
+    looked = found[:_MAX_ROWS]
+    bad = [row for row in looked if isinstance(row, BadRow)]
+    if len(bad) > _MAX_BAD_SHARE * len(looked):
+        problem = f"{len(bad):,} of the {len(looked):,} rows of {source.path} cannot be used"
+        remedy = "fix or remove these rows, or name another file"
+        raise DataError(f"{problem}; the first: {bad[0].place} {bad[0].reason}", remedy)
+    usable = [row for row in looked if isinstance(row, Row)]
+    return _Rows(shape=reader.shapes[0], usable=usable, bad=bad, is_whole=len(found) <= _MAX_ROWS)
+
+
+def _is_plain_text(path: str, base: Path) -> bool:
+    files = find_files(path, base, split="train")
+    return files[0].format == "text" and not is_amr(files[0])
+
+
+def _num_bytes(row: Row) -> int:
+    messages = (message.content for message in (*row.messages, *row.rejected))
+    return sum(len(text.encode()) for text in (*messages, row.text, row.tools))
 
 
 def _prompt(row: Row) -> str:
@@ -120,11 +177,11 @@ def _task(rows: Sequence[Row], shape: str) -> tuple[str | None, str]:
     answers = [row.answer for row in rows[:1000]]
     if all(_is_json(answer) for answer in answers):
         return "json_match", "every answer is JSON"
-    words = statistics.median(len(answer.split()) for answer in answers)
+    words = round(statistics.median(len(answer.split()) for answer in answers))
+    length = f"answers have {words} word{'' if words == 1 else 's'} at the median"
     if words <= _SHORT_WORDS:
-        return "exact_match", f"answers have {words:.0f} words at the median"
-    name = "rouge" if words >= _LONG_WORDS else "chrf"
-    return name, f"answers are texts of {words:.0f} words at the median"
+        return "exact_match", length
+    return "rouge" if words >= _LONG_WORDS else "chrf", length
 
 
 def _is_json(answer: str) -> bool:
@@ -137,22 +194,25 @@ def _is_json(answer: str) -> bool:
     return True
 
 
-def _test_beside(path: str, base: Path) -> str | None:
-    """Looks for `test.jsonl` beside `train.jsonl`, or `x_test.csv` beside `x_train.csv`."""
+def _held_out(path: str, base: Path, split: str) -> str | None:
+    """Looks for `test.jsonl` beside `train.jsonl`, or `x_test.csv` beside `x_train.csv`; in a folder or a dataset of
+    the hub, for the files of the split."""
     file = base / path
-    if not file.is_file() or "train" not in plain(file.name):
+    if not file.is_file():
+        try:
+            others = find_files(path, base, split=split)
+        except UserError:
+            return None
+        return path if {one.path for one in others}.isdisjoint(_train_paths(path, base)) else None
+    if "train" not in plain(file.name):
         return None
-    for name in _TEST_NAMES:
-        for written in ("train", "training"):
+    for name in _TEST_NAMES if split == "test" else _VALIDATION_NAMES:
+        for written in ("training", "train"):
             other = file.with_name(file.name.replace(written, name))
             if other != file and other.is_file():
                 return (Path(path).parent / other.name).as_posix()
     return None
 
 
-def _shared(prompts: Counter[str], test: str, base: Path) -> int:
-    try:
-        rows = open_source(Source(path=test), base, split="test").rows()
-    except FinefitError:
-        return 0
-    return sum(isinstance(row, Row) and _prompt(row) in prompts for row in islice(rows, _MAX_ROWS))
+def _train_paths(path: str, base: Path) -> set[Path]:
+    return {one.path for one in find_files(path, base, split="train")}

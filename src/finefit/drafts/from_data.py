@@ -9,22 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from finefit.artifacts.forecasts import Forecast, Lengths
-from finefit.drafts.data_file import DataFile
+from finefit.drafts.data_file import DataFile, tokens_of
 from finefit.drafts.sizes import EMBEDDED, SIZES, ModelSize
 from finefit.facts.cards import parse_card
 from finefit.facts.nvml import read_cards
 from finefit.plan.client import forecast, shared_planner
+from finefit.spec.data import Fields
 from finefit.spec.draft import commented
 from finefit.spec.load import parse_spec
 from finefit.spec.schema import Spec
 
 _WIDEST = 8192
 """Tokens of a row by default at most: longer prompts are cut."""
+_TEXT_TOKENS = 2048
+"""Tokens of a row of plain text, which goes on in the next row."""
 _BYTES_PER_PARAMETER = 2.6
 """A rule of thumb for which sizes are worth a plan: frozen weights in bf16, an adapter and activations."""
-_MAX_PLANS = 2
 _VALIDATED_ROWS = 200
 """Fewer rows are all trained on."""
+_SCORED_ROWS = 200
+_IMAGE_PIXELS, _IMAGE_TOKENS = 401_408, 1024
+"""Larger images are scaled down; 512 tokens for Qwen's models, more for others."""
 _IMAGE_MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
@@ -36,8 +41,6 @@ class Choices:
     task: str | None
     card: str
     epochs: float
-    hours: float | None = None
-    """At most; fewer epochs if they take longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +59,26 @@ def default_card() -> str:
 
 def default_epochs(data: DataFile) -> int:
     """Few rows are seen more often."""
-    return 3 if data.rows < 1000 else 2 if data.rows < 10_000 else 1
+    rows = trained_rows(data)
+    return 3 if rows < 1000 else 2 if rows < 10_000 else 1
+
+
+def trained_rows(data: DataFile) -> int:
+    """Long texts go on in the next row."""
+    if data.kind != "text":
+        return data.rows
+    return sum(math.ceil(tokens_of(num_bytes) / max_tokens(data)) for num_bytes in data.bytes)
+
+
+def parse_fields(text: str) -> Fields:
+    """Reads `{prompt: ticket, answer: team}`, as a spec has it."""
+    lines = ["model: {kind: shape, config: {}}", "data:", "  train:", "  - path: rows", f"    fields: {text}"]
+    return parse_spec("\n".join(lines), where="--fields").data.train[0].fields
 
 
 def propose(data: DataFile, card: str, epochs: float, base: Path) -> tuple[Proposal, ...]:
-    """Plans the largest sizes that a rule of thumb lets onto the card; the first one that fits ends the search."""
+    """Plans the sizes that a rule of thumb lets onto the card, from the largest; the first one that fits ends the
+    search."""
     found: list[Proposal] = []
     with shared_planner():
         for size in worth_a_plan(card):
@@ -83,7 +101,7 @@ def worth_a_plan(card: str) -> Sequence[ModelSize]:
     """The largest first."""
     budget = _budget_bytes(card)
     small = [size for size in SIZES if size.parameters * _BYTES_PER_PARAMETER <= budget] or [SIZES[0]]
-    return small[::-1][:_MAX_PLANS]
+    return small[::-1]
 
 
 def _budget_bytes(card: str) -> int:
@@ -93,34 +111,31 @@ def _budget_bytes(card: str) -> int:
 
 
 def plan_of(data: DataFile, size: ModelSize, card: str, epochs: float, base: Path) -> Forecast:
-    """A plan by the model's shape, with lengths estimated from letters: nothing is downloaded."""
+    """A plan by the model's shape, with lengths estimated from bytes: nothing is downloaded."""
     values = spec_values(data, Choices(model=size.id, task=None, card=card, epochs=epochs))
     values["model"] = {"kind": "shape", "config": size.config}
-    return forecast_shape(parse_values(values), data, card, base)
-
-
-def forecast_shape(spec: Spec, data: DataFile, card: str, base: Path) -> Forecast:
+    spec = parse_spec(json.dumps(values), where="spec.yaml")
     return forecast(spec, base, (card,), _lengths(data, spec))[0]
 
 
 def _lengths(data: DataFile, spec: Spec) -> Lengths:
     longest = min(data.tokens(1.0), spec.data.max_tokens)
-    mean = min(float(longest), sum(data.letters) / len(data.letters) / 3 + 32)
+    mean = min(float(longest), float(tokens_of(sum(data.bytes) / len(data.bytes))))
     is_text, sides = data.kind == "text", 2 if data.kind == "pair" else 1
-    answer = mean if is_text else min(mean, data.answer_letters / 3 + 2)
+    answer = mean if is_text else min(mean, float(tokens_of(data.answer_bytes)))
     return Lengths(
-        num_rows=data.rows,
+        num_rows=trained_rows(data),
         longest=longest,
         mean=mean,
         supervised=longest - 1,
         mean_supervised=answer,
-        source="estimated from letters",
+        source="estimated from their bytes",
         sides=sides,
     )
 
 
 def default_model(data: DataFile, card: str, proposals: Sequence[Proposal]) -> str:
-    if data.has_images:
+    if data.num_images:
         return _IMAGE_MODEL
     fitting = [proposal for proposal in proposals if proposal.fits]
     if fitting:
@@ -138,22 +153,30 @@ def model_values(name: str, base: Path) -> dict[str, str]:
 
 
 def max_tokens(data: DataFile) -> int:
-    """The longest row, rounded up, as far as it is usual."""
-    return min(_WIDEST, max(128, 64 * math.ceil(1.1 * data.tokens(1.0) / 64)))
+    """So many that no tokenizer makes more of the longest row, as far as that is usual. It is a limit alone: memory is
+    planned for the rows as they are."""
+    widest = _TEXT_TOKENS if data.kind == "text" else _WIDEST
+    return min(widest, max(128, 64 * math.ceil((max(data.bytes) + 64) / 64))) + _IMAGE_TOKENS * data.num_images
 
 
 def spec_values(data: DataFile, chosen: Choices, base: Path = Path()) -> dict[str, Any]:
-    source: dict[str, Any] = {"path": data.path} | ({"where": data.where} if data.where else {})
-    rows: dict[str, Any] = {"train": [source], "max_tokens": max_tokens(data)}
+    fields = data.fields.model_dump(exclude_none=True)
+    how: dict[str, Any] = ({"where": data.where} if data.where else {}) | ({"fields": fields} if fields else {})
+    rows: dict[str, Any] = {"train": [{"path": data.path} | how], "max_tokens": max_tokens(data)}
     if data.kind != "text":
         rows["too_long"] = "drop" if data.kind == "pair" else "cut_prompt"
     if data.num_bad:
         rows["bad_rows"] = "drop"
-    if data.rows >= _VALIDATED_ROWS:
+    if data.validation is not None:
+        rows["validation"] = {"path": data.validation} | how
+    elif data.rows >= _VALIDATED_ROWS:
         rows["validation"] = {"share": 0.05}
     if data.test is not None:
-        rows["test"] = {"path": data.test}
-        rows |= {"overlap": "drop"} if data.shared_with_test else {}
+        rows["test"] = {"path": data.test} | how
+    if data.shared:
+        rows["overlap"] = "drop"
+    if data.num_images:
+        rows["images"] = {"max_pixels": _IMAGE_PIXELS}
     if data.kind == "text":
         rows["template"] = "plain"
     values: dict[str, Any] = {"model": model_values(chosen.model, base), "card": chosen.card, "data": rows}
@@ -161,22 +184,40 @@ def spec_values(data: DataFile, chosen: Choices, base: Path = Path()) -> dict[st
     if data.kind == "pair":
         values |= {"objective": {"kind": "dpo", "beta": 0.1}, "optimizer": {"lr": 5e-6}}
     values["schedule"] = {"epochs": int(chosen.epochs) if float(chosen.epochs).is_integer() else chosen.epochs}
-    values["global_batch"] = 16 if data.rows >= 320 else max(1, data.rows // 20)
+    values["global_batch"] = global_batch(trained_rows(data))
     if chosen.task and data.test is not None:
-        values["evaluate"] = [{"task": chosen.task, "limit": 200}]
+        values["evaluate"] = [{"task": chosen.task} | _asked(data)]
     return values
 
 
-def within_hours(chosen: Choices, planned: Forecast) -> Choices:
-    """Fewer epochs, if they would take more hours than the user has."""
-    if chosen.hours is None or planned.total_seconds is None or planned.total_seconds <= chosen.hours * 3600:
+def _asked(data: DataFile) -> dict[str, int]:
+    limit = {"limit": _SCORED_ROWS} if data.test_rows > _SCORED_ROWS else {}
+    if data.kind in ("text", "pair"):
+        return limit
+    return limit | {"max_new_tokens": min(1024, 64 * math.ceil(tokens_of(data.longest_answer_bytes) / 64))}
+
+
+def global_batch(rows: int) -> int:
+    """A power of two, at most 16, with about twenty steps or more an epoch."""
+    return next((size for size in (16, 8, 4, 2) if rows >= 20 * size), 1)
+
+
+def within_hours(chosen: Choices, seconds: float, hours: float) -> Choices:
+    """Fewer epochs, if those chosen take more hours than the user has."""
+    if seconds <= hours * 3600:
         return chosen
-    share = chosen.hours * 3600 / planned.total_seconds
-    return replace(chosen, epochs=max(0.01, math.floor(100 * chosen.epochs * share) / 100))
+    return replace(chosen, epochs=max(0.01, math.floor(100 * chosen.epochs * hours * 3600 / seconds) / 100))
 
 
-def parse_values(values: dict[str, Any]) -> Spec:
-    return parse_spec(json.dumps(values), where="spec.yaml")
+def rounded_hours(seconds: float) -> str:
+    """Upwards, so that it is time enough."""
+    return f"{math.ceil(seconds / 36) / 100:g}"
+
+
+def _limit_words(data: DataFile) -> str:
+    if data.kind == "text":
+        return "a longer text goes on in the next row"
+    return "no row of the file reaches it" if max(data.bytes) < _WIDEST else "see too_long"
 
 
 def text_of(data: DataFile, chosen: Choices, base: Path) -> str:
@@ -184,12 +225,14 @@ def text_of(data: DataFile, chosen: Choices, base: Path) -> str:
     comments = {
         "model": "the base model: a hub id, or {kind: folder, path: ...}",
         "card": "what to plan for: a card's name, 24GiB, cpu, or auto for this machine",
-        "data.train": f"{data.rows:,} rows, read as {data.shape}",
-        "data.max_tokens": "the longest row, estimated from its letters; `finefit check` counts",
+        "data.train": f"{data.rows:,} row{'' if data.rows == 1 else 's'}, read as {data.shape}",
+        "data.max_tokens": f"the longest row, prompt and answer together; {_limit_words(data)}",
+        "data.images": "larger images are scaled down; fewer pixels are fewer tokens",
+        "data.template": "texts as they are, without a chat template",
         "data.too_long": "cut_prompt cuts prompts and never answers; drop leaves long rows out",
         "data.bad_rows": f"{data.num_bad} rows cannot be used, the first: {data.bad[0]}" if data.bad else "",
-        "data.validation": "held out for the validation loss, which chooses the best checkpoint",
-        "data.overlap": f"{data.shared_with_test} test rows are also in training, from which they are removed",
+        "data.validation": "rows for the validation loss, which chooses the best checkpoint",
+        "data.overlap": "prompts of test or validation that are also in training are removed from it",
         "data.test": "answered by `evaluate`, before and after training",
         "tuning": "LoRA: adapters on every linear layer; {kind: full} trains all weights",
         "schedule": "passes over the rows",

@@ -18,7 +18,7 @@ from typing import Any
 
 from finefit import bounded
 from finefit.artifacts.cache import cached_folder
-from finefit.errors import ModelError, first_line
+from finefit.errors import HubUnreachable, ModelError, first_line
 from finefit.facts import files
 from finefit.spec.models import CustomModel, EmbeddedModel, FolderModel, HubModel, Lora, Model, ShapeModel, Tuning
 
@@ -197,7 +197,8 @@ def _download(model: HubModel, wanted: tuple[str, ...]) -> Path:
     except (errors.OfflineModeIsEnabled, errors.HfHubHTTPError, httpx.HTTPError, OSError) as error:
         reason = first_line(error)
         problem = f"{model.id} is not in the local cache and the hub cannot be reached: {reason}"
-        raise ModelError(problem, "connect, or name a local folder with `model: {kind: folder, path: ...}`") from None
+        remedy = "connect, or name a local folder with `model: {kind: folder, path: ...}`"
+        raise HubUnreachable(problem, remedy) from None
 
 
 def adapter_fingerprint(folder: Path) -> str:
