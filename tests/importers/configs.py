@@ -181,8 +181,44 @@ CASES: tuple[Case, ...] = (
         name="axolotl-alpaca-has-a-wording-of-its-own",
         tool="axolotl",
         text=AXOLOTL.replace("chat_template, field_messages: conversations", "alpaca"),
-        settings={"data.train.0.path": "hf://datasets/owner/rows"},
+        settings={
+            "data.train.0.path": "hf://datasets/owner/rows",
+            "data.train.0.fields.answer": "output",
+            "data.template": "plain",
+        },
         lost=("datasets",),
+    ),
+    Case(
+        name="axolotl-alpaca-beside-conversations",
+        tool="axolotl",
+        text=AXOLOTL.replace("datasets: [", "datasets: [{path: owner/more, type: alpaca}, "),
+        settings={"data.train.1.fields.messages": "conversations", "data.template": "chat"},
+        lost=("datasets",),
+    ),
+    Case(
+        name="axolotl-wording-of-the-config",
+        tool="axolotl",
+        text=AXOLOTL.replace(
+            "type: chat_template, field_messages: conversations",
+            "type: {field_instruction: ask, field_output: reply, format: '[INST] {instruction} [/INST]'}",
+        ),
+        settings={
+            "data.train.0.fields.prompt": "[INST] {ask} [/INST]",
+            "data.train.0.fields.answer": "reply",
+            "data.template": "plain",
+        },
+    ),
+    Case(
+        name="axolotl-revision",
+        tool="axolotl",
+        text=AXOLOTL + "revision_of_model: v2\n",
+        settings={"model.id": "owner/model", "model.revision": "v2"},
+    ),
+    Case(
+        name="axolotl-a-folder-has-no-revision",
+        tool="axolotl",
+        text=AXOLOTL.replace("owner/model", "./model") + "revision_of_model: v2\n",
+        settings={"model.kind": "folder"},
     ),
     Case(
         name="axolotl-plain-text",

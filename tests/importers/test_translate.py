@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from finefit.drafts.from_config import num_packs
 from finefit.errors import SpecError
-from finefit.importers import TOOLS, tool_of
+from finefit.importers import TOOLS, tool_of, what_is
 from finefit.importers.documents import arguments_of, read_document
-from finefit.importers.keys import Config, NotTrainedHere, Tool
+from finefit.importers.keys import Config, NotTrainedHere, Row, Tool
 from finefit.importers.training import names_of_pattern
-from finefit.importers.translate import Translation, translate
+from finefit.importers.translate import Translation, grouped, translate
 from finefit.spec import reader
 from finefit.spec.load import parse_spec
 from finefit.spec.schema import Spec
@@ -268,6 +269,61 @@ def test_every_key_of_a_table_leads_to_a_setting_that_exists_or_says_why_not(too
             declared = Spec.model_fields["validation" if section == "validate" else section]
             classes = reader.classes_of(declared.annotation)
             assert not inner or any(inner.partition(".")[0] in reader.fields_of(found) for found in classes), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_setting_that_is_shown_is_part_of_the_spec(case: Case, tmp_path: Path) -> None:
+    found = translated(tmp_path, case.text, devices=case.devices)
+    written = json.dumps(found.values)
+    for line in found.of("translated"):
+        for place in line.outcome.settings:
+            inner: Any = found.values
+            for key in place.split("."):
+                assert key in inner, f"{line.key} shows {place}, which is not in {written}"
+                inner = inner[key]
+
+
+def test_keys_with_one_outcome_are_one_entry(tmp_path: Path) -> None:
+    groups = grouped(translated(tmp_path, AXOLOTL).of("translated"))
+    (batch,) = (group for group in groups if "global_batch" in group[0].outcome.settings)
+    assert [line.key for line in batch] == ["micro_batch_size", "gradient_accumulation_steps"]
+
+
+@pytest.mark.parametrize(
+    ("more", "packs", "tokens"),
+    [
+        ("flash_attention: true\n", 8, 2 * 4096),
+        ("attn_implementation: flash_attention_2\n", 8, 2 * 4096),
+        ("flash_attention: true\nmultipack_real_batches: true\n", 16, 4096),
+        ("attn_implementation: sdpa\n", 16, 4096),
+    ],
+)
+def test_a_micro_batch_of_axolotl_is_one_pack_if_attention_keeps_rows_apart(
+    more: str, packs: int, tokens: int, tmp_path: Path
+) -> None:
+    found = translated(tmp_path, AXOLOTL + "sample_packing: true\n" + more, devices=2)
+    assert found.tool.per_step(found.config) == packs
+    assert found.tool.packs(found.config) == tokens
+
+
+@pytest.mark.parametrize(
+    ("lengths", "packs"), [([], 0), ([500] * 20, 3), ([4096, 1], 2), ([3000, 2000, 1000, 900], 2), ([5000, 10], 2)]
+)
+def test_rows_are_packed_the_longest_first(lengths: list[int], packs: int) -> None:
+    assert num_packs(lengths, 4096) == packs
+
+
+def test_a_long_conversation_is_cut_turn_by_turn_as_in_llama_factory(tmp_path: Path) -> None:
+    """Of 100 tokens the first turn takes 10 + 20. In the 70 left, 2 x 30 are less, so the answer stays whole and the
+    prompt of 90 keeps 40; the third turn finds no room."""
+    found = translated(tmp_path, FACTORY.replace("cutoff_len: 2048", "cutoff_len: 100"))
+    turns = ((10, 20), (90, 30), (5, 5))
+    row = Row(length=160, supervised=55, is_conversation=True, turns=turns)
+    assert found.tool.seen(row, found.config) == (100, 50)
+
+
+def test_a_config_of_a_launcher_is_named() -> None:
+    assert "cloud launcher" in str(what_is({"provider": "baseten", "gpu": "h100"}))
 
 
 def test_a_lora_training_of_axolotl_keeps_its_adapter_settings(tmp_path: Path) -> None:

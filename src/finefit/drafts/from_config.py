@@ -3,25 +3,30 @@ of what the other tool would have trained on with what the spec will."""
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from finefit.data.examples import open_examples
+from finefit.data.examples import Example, open_examples
+from finefit.data.files import find_files
+from finefit.data.records import DataRecord, read_records
 from finefit.data.rows import Row as DataRow
 from finefit.data.sources import open_source
 from finefit.errors import FinefitError, SpecError, first_line
 from finefit.importers import TOOLS, tool_of, what_is
 from finefit.importers.documents import read_document
-from finefit.importers.keys import Config, Row
-from finefit.importers.translate import Line, Translation, translate
+from finefit.importers.keys import Config, Packed, Row
+from finefit.importers.translate import Line, Translation, grouped, translate
 from finefit.model.resolve_model import read_stub
 from finefit.plan.prepared_data import missing, prepare_data
-from finefit.spec.data import Source
+from finefit.spec.data import Fields, Source
 from finefit.spec.draft import commented
 from finefit.spec.load import parse_spec
 from finefit.spec.schema import Dpo, Spec
@@ -47,8 +52,17 @@ class Counts:
 class Compared:
     theirs: Counts
     ours: Counts
-    rows_per_pack: float | None
-    """Where the other tool packs rows."""
+
+    def lines(self) -> dict[str, tuple[int | float, int | float]]:
+        """Returns the figures of both by name, as far as a difference is worth showing."""
+        theirs, ours = self.theirs, self.ours
+        return {
+            "rows": (theirs.rows, ours.rows),
+            "tokens": (theirs.tokens, ours.tokens),
+            "supervised tokens": (theirs.supervised, ours.supervised),
+            "rows per step": (round(theirs.rows_per_step, 1), round(ours.rows_per_step, 1)),
+            "steps": (theirs.steps, ours.steps),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +98,15 @@ def import_config(
     found = translate(named, config, document)
     spec = _parsed(found, target)
     try:
-        rows = rows_of(spec, target.parent, limited=False)
         ours = rows_of(spec, target.parent, limited=True)
+        theirs = _rows_of_tool(found, spec, target.parent)
     except FinefitError as error:
         return Imported(translation=found, spec=spec, text=_text(found), compared=None, not_compared=first_line(error))
-    per_pack = _rows_per_pack(rows, found)
-    if per_pack is not None:
-        found = translate(named, replace(config, rows_per_pack=per_pack), document)
+    packed = _packed(theirs, found, spec)
+    if packed is not None:
+        found = translate(named, replace(config, packed=packed), document)
         spec = _parsed(found, target)
-    compared = _compare(rows, ours, found, spec, per_pack)
+    compared = _compare(theirs, ours, found, spec)
     return Imported(translation=found, spec=spec, text=_text(found), compared=compared)
 
 
@@ -128,52 +142,80 @@ def rows_of(spec: Spec, base: Path, *, limited: bool) -> list[Row]:
     examples = open_examples(prepared.path("train.safetensors"))
     is_talk = all(ledger.shape in _CONVERSATIONS for ledger in prepared.record.sources)
     counts = zip(examples.lengths, examples.supervised_counts, strict=True)
-    return [Row(length=int(n), supervised=int(s), is_conversation=is_talk) for n, s in counts]
+    return [
+        Row(
+            length=int(length),
+            supervised=int(supervised),
+            is_conversation=is_talk,
+            turns=_turns(row.supervised)
+            if is_talk and isinstance(row := examples[at], Example)
+            else ((int(length - supervised), int(supervised)),),
+        )
+        for at, (length, supervised) in enumerate(counts)
+    ]
 
 
-def _rows_per_pack(rows: Sequence[Row], found: Translation) -> float | None:
-    """Packs the rows as the tool does, the longest first into the first pack with room."""
+def _turns(supervised: Sequence[bool]) -> tuple[tuple[int, int], ...]:
+    """Counts the tokens of every prompt and of the answer after it; what follows the last answer belongs to none."""
+    runs = [(is_answer, sum(1 for _ in run)) for is_answer, run in groupby(supervised)]
+    starts = runs if runs and not runs[0][0] else [(False, 0), *runs]
+    return tuple((prompt, answer) for (_, prompt), (_, answer) in zip(starts[::2], starts[1::2], strict=False))
+
+
+def _rows_of_tool(found: Translation, spec: Spec, base: Path) -> list[Row]:
+    """Returns the rows without a limit of length, as the tool words them where the spec cannot say it."""
+    write = found.tool.wording(found.config)
+    if write is None:
+        return rows_of(spec, base, limited=False)
+    with TemporaryDirectory() as folder:
+        sources = []
+        for at, source in enumerate(spec.data.train):
+            files = find_files(source.path, base, split="train")
+            records = (record for file in files for record in read_records(file) if isinstance(record, DataRecord))
+            path = Path(folder) / f"{at}.jsonl"
+            path.write_text("".join(json.dumps(write(one.value)) + "\n" for one in records), encoding="utf-8")
+            sources.append(source.model_copy(update={"path": str(path), "fields": Fields()}))
+        data = spec.data.model_copy(update={"train": tuple(sources)})
+        return rows_of(spec.model_copy(update={"data": data}), base, limited=False)
+
+
+def _packed(rows: Sequence[Row], found: Translation, spec: Spec) -> Packed | None:
+    """Packs the rows as the tool does; None if a step has rows."""
     size = found.tool.packs(found.config)
-    if size is None:
-        return None
     lengths = [seen for seen, _ in (found.tool.seen(row, found.config) for row in rows) if seen]
-    return len(lengths) / num_packs(lengths, size) if lengths else None
+    if size is None or not lengths:
+        return None
+    return Packed(rows_per_pack=len(lengths) / num_packs(lengths, size), num_rows=_num_trained(len(lengths), spec))
+
+
+def _num_trained(rows: int, spec: Spec) -> int:
+    """Leaves out the rows that are held out."""
+    share = (spec.data.validation.share or 0) if spec.data.validation else 0
+    return round(rows * (1 - share))
 
 
 def num_packs(lengths: Sequence[int], size: int) -> int:
-    free: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        at = next((at for at, room in enumerate(free) if room >= length), None)
-        if at is None:
-            free.append(size - length)
-        else:
-            free[at] -= length
-    return len(free)
+    """Fills one pack after another, always with the longest row that fits: the packs of first-fit-decreasing."""
+    left, count = sorted(lengths), 0
+    while left:
+        room, count = size - left.pop(), count + 1
+        while at := bisect_right(left, room):
+            room -= left.pop(at - 1)
+    return count
 
 
-def _compare(
-    rows: Sequence[Row], ours: Sequence[Row], found: Translation, spec: Spec, per_pack: float | None
-) -> Compared:
+def _compare(rows: Sequence[Row], ours: Sequence[Row], found: Translation, spec: Spec) -> Compared:
     seen = [found.tool.seen(row, found.config) for row in rows]
+    count, packed = found.tool.per_step(found.config), found.config.packed
     return Compared(
-        theirs=_counts([one for one in seen if one[0]], _their_batch(found) * (per_pack or 1), spec),
+        theirs=_counts([one for one in seen if one[0]], packed.rows_of(count) if packed else count, spec),
         ours=_counts([(row.length, row.supervised) for row in ours], spec.global_batch, spec),
-        rows_per_pack=per_pack,
     )
 
 
-def _their_batch(found: Translation) -> int:
-    """Rows or packs of a step."""
-    config = found.config
-    micro = config.whole(found.tool.micro_batch, 1)
-    accumulated = config.whole("gradient_accumulation_steps", 1)
-    return max(1, config.whole("global_batch_size") or micro * accumulated * config.devices)
-
-
 def _counts(rows: Sequence[tuple[int, int]], per_step: float, spec: Spec) -> Counts:
-    share = 1 - (spec.data.validation.share or 0) if spec.data.validation else 1
-    trained = round(len(rows) * share)
-    steps = spec.schedule.steps or max(1, math.ceil((spec.schedule.epochs or 1) * math.ceil(trained / per_step)))
+    per_epoch = math.ceil(_num_trained(len(rows), spec) / per_step)
+    steps = spec.schedule.steps or max(1, math.ceil((spec.schedule.epochs or 1) * per_epoch))
     lengths = np.array(rows, np.int64).reshape(-1, 2)
     return Counts(
         rows=len(rows),
@@ -194,7 +236,7 @@ def _text(found: Translation) -> str:
     lost = [line for line in found.of("not carried over") if line.outcome.matters]
     head = [f"From a config of {found.tool.name}, {Path(found.config.where).name}."]
     head += ["Not carried over, and it changes what is trained:"] if lost else []
-    head += [f"- {line.key}: {line.outcome.note}" for line in lost]
+    head += [f"- {', '.join(line.key for line in group)}: {group[0].outcome.note}" for group in grouped(lost)]
     return commented(found.values, comments, head)
 
 

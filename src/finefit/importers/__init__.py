@@ -6,7 +6,8 @@ from typing import Any, Final
 
 from finefit.importers.axolotl import AXOLOTL
 from finefit.importers.keys import Tool
-from finefit.importers.llama_factory import LLAMA_FACTORY, LLAMA_FACTORY_V1
+from finefit.importers.llama_factory import LLAMA_FACTORY
+from finefit.importers.llama_factory_v1 import LLAMA_FACTORY_V1
 from finefit.importers.torchtune import TORCHTUNE
 from finefit.importers.trl import TRL
 from finefit.importers.unsloth import UNSLOTH
@@ -15,6 +16,7 @@ TOOLS: Final[tuple[Tool, ...]] = (AXOLOTL, LLAMA_FACTORY, LLAMA_FACTORY_V1, TRL,
 _OTHERS: Final[Mapping[str, str]] = {
     "compute_environment": "a config of accelerate's launcher; give --devices N with the config of the training",
     "zero_optimization": "a config of DeepSpeed; import the config of the training that names it",
+    "provider": "a config of axolotl's cloud launcher; import the config of the training",
     "test_value": "no training",
 }
 """What a document with this key is."""

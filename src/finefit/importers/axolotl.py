@@ -1,9 +1,11 @@
 """axolotl: one flat YAML file."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from finefit.importers import axolotl_batches as batches
+from finefit.importers import axolotl_datasets as datasets
 from finefit.importers import training as shared
 from finefit.importers.keys import (
     OFF,
@@ -11,7 +13,6 @@ from finefit.importers.keys import (
     Key,
     NotTrainedHere,
     Outcome,
-    Row,
     Settings,
     Tool,
     as_list,
@@ -28,22 +29,7 @@ from finefit.importers.keys import (
     whole,
 )
 
-_ALPACA = "alpaca"
-_OWN_WORDING = (
-    "axolotl writes these rows in a wording of its own (`### Instruction:` ...); finefit writes them with the model's "
-    "chat template, or with `data.template: plain` as they are"
-)
-_CHAT_TYPES = ("chat_template", "sharegpt", "chat_template.default", "chat_template.argilla", "orpo.chat_template")
-_TEXT_TYPES = ("completion", "pretrain", "pretraining")
-_KNOWN_DATASET = {
-    **dict.fromkeys(("path", "data_files", "ds_type", "revision", "trust_remote_code"), ""),
-    **dict.fromkeys(("type", "split", "name", "chat_template", "shards_idx"), ""),
-    **dict.fromkeys(("field_messages", "field", "field_chosen", "field_rejected", "text_column"), ""),
-    **dict.fromkeys(("message_property_mappings", "message_field_role", "message_field_content"), ""),
-}
-_MASKS = ("roles_to_train", "train_on_eos", "train_on_eot", "message_field_training", "train_on_last_step_only")
 _DIGITS = re.compile(r"\[([0-9])-([0-9])\]\+?")
-_SPLIT = re.compile(r"(\w+)(?:\[:?(\d+)(%?):?(\d*)%?\])?")
 
 
 def _adapter(value: Any, config: Config) -> Outcome:
@@ -100,147 +86,12 @@ def _targets(value: Any, config: Config) -> Outcome:
     return equal("lora_target_linear decides") if config.is_on("lora_target_linear") else shared.layers(value, config)
 
 
-def _batch(value: Any, config: Config) -> Outcome:
-    """axolotl's `batch_size` is that of one device over all accumulated steps."""
-    rows = config.whole("micro_batch_size", 1)
-    accumulated = config.whole("gradient_accumulation_steps", 0) or max(1, config.whole("batch_size", rows) // rows)
-    shared_by = max(1, config.whole("context_parallel_size", 1)) * max(1, config.whole("tensor_parallel_size", 1))
-    ranks = max(1, config.devices // shared_by)
-    packs = rows * accumulated * ranks
-    product = f"{rows} micro x {accumulated} accumulated x {ranks} rank{'s' * (ranks > 1)}"
-    if not config.is_on("sample_packing"):
-        return translated({"global_batch": max(1, packs)}, f"= {product}")
-    if (per_pack := config.rows_per_pack) is not None:
-        held = f"packs of {config.whole('sequence_len')} tokens, which hold {per_pack:.1f} rows each"
-        return translated({"global_batch": max(1, round(packs * per_pack))}, f"= {product} = {packs} {held}")
-    note = (
-        f"{product} = {packs} packs of up to {config.whole('sequence_len')} tokens in a step; how many rows they hold "
-        "depends on the data, which is not here: multiply global_batch by the rows of a pack"
-    )
-    return dropped(note, settings={"global_batch": max(1, packs)})
-
-
-def _datasets(value: Any, config: Config) -> Outcome:
-    sources, problems, template = [], [], None
-    for entry in value if isinstance(value, list) else [value]:
-        if not isinstance(entry, Mapping):
-            raise NotTrainedHere(f"{config.where}: a dataset is {entry!r}", "axolotl's datasets are mappings with path")
-        found, entry_problems = _source(entry, config)
-        sources += found
-        problems += entry_problems
-        template = template or ("plain" if _is_text(entry) and not _is_chat(entry) else None)
-    settings: dict[str, Any] = {"data.train": sources}
-    if problems:
-        return dropped("; ".join(dict.fromkeys(problems)), settings=settings)
-    return translated(settings, "every row, in the shape that its columns show")
-
-
-def _is_text(entry: Mapping[str, Any]) -> bool:
-    return str(entry.get("type", "")).startswith(_TEXT_TYPES)
-
-
-def _is_chat(entry: Mapping[str, Any]) -> bool:
-    return str(entry.get("type", "")).startswith(_CHAT_TYPES)
-
-
-def _source(entry: Mapping[str, Any], config: Config) -> tuple[list[dict[str, Any]], list[str]]:
-    name = str(entry.get("path", ""))
-    problems = list(_lost(entry))
-    files = [str(file) for file in as_list(entry.get("data_files") or [])]
-    if name in ("json", "csv", "parquet", "text", "arrow") and files:
-        paths = [shared.source(config, file)[0] for file in files]
-    elif (place := config.find(name)) is not None:
-        paths = [config.written(place / file) for file in files] or [config.written(place)]
-    elif files:
-        paths = [shared.hub_source(name, file=file, revision=entry.get("revision")) for file in files]
-    else:
-        written = shared.source(config, name)[0]
-        paths = [f"{written}@{entry['revision']}" if entry.get("revision") and "hf://" in written else written]
-    extra = _fields(entry)
-    split, problem = _split(str(entry.get("split") or "train"))
-    problems += problem
-    return [{"path": path} | extra | split for path in paths], problems
-
-
-def _lost(entry: Mapping[str, Any]) -> Iterator[str]:
-    kind = entry.get("type")
-    if isinstance(kind, Mapping):
-        if kind.get("system_prompt") or kind.get("system_format"):
-            yield "the system prompt of a custom type is not carried over"
-    elif not (_is_chat(entry) or _is_text(entry) or str(kind).startswith("chat_template")):
-        yield _OWN_WORDING if kind else "the dataset has no type"
-        if kind and "." in str(kind) and not str(kind).startswith(_ALPACA):
-            yield f"rows are built by Python code of axolotl, {kind}: finefit reads the columns as they are"
-    if entry.get("name"):
-        yield f"subset {entry['name']}: name its files in the path, as in hf://datasets/owner/name/files"
-    for key in entry:
-        if key in _MASKS and entry[key] not in (None, ["assistant"], ["gpt"], ["gpt", "assistant"], "turn"):
-            yield f"{key}: finefit trains on every answer and its end, and on nothing else"
-        elif key not in (*_KNOWN_DATASET, *_MASKS, "roles", "field_thinking", "template_thinking_key"):
-            yield f"datasets.{key} is not carried over"
-
-
-def _fields(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Names the columns that axolotl is told of."""
-    kind = entry.get("type")
-    if isinstance(kind, Mapping):
-        return _custom_fields(kind)
-    fields: dict[str, Any] = {}
-    if (text := entry.get("field") or entry.get("text_column")) and _is_text(entry):
-        fields["text"] = str(text)
-    elif _is_text(entry):
-        fields["text"] = "text"
-    if (messages := entry.get("field_messages")) and not entry.get("field_chosen"):
-        fields["messages"] = str(messages)
-    return {"fields": fields} if fields else {}
-
-
-def _custom_fields(kind: Mapping[str, Any]) -> dict[str, Any]:
-    """A type written in the config: its columns, and its `format` around them."""
-    instruction, more = str(kind.get("field_instruction") or "instruction"), kind.get("field_input")
-    written = str(kind.get("no_input_format") or kind.get("format") or "{instruction}")
-    prompt = written.replace("{instruction}", f"{{{instruction}}}")
-    if "{input}" in prompt:
-        prompt = prompt.replace("{input}", f"{{{more or 'input'}}}")
-    prompt = instruction if prompt == f"{{{instruction}}}" else prompt
-    fields = {"prompt": prompt, "answer": str(kind.get("field_output") or "output")}
-    return {"fields": fields}
-
-
-def _split(text: str) -> tuple[dict[str, Any], list[str]]:
-    found = _SPLIT.fullmatch(text)
-    if found is None:
-        return {}, [f"split {text}: name its files in the path"]
-    name, first, percent, _ = found.groups()
-    problems = [] if name == "train" else [f"split {name}: name its files in the path"]
-    if first is None:
-        return {}, problems
-    if percent:
-        share = int(first) / 100
-        if 0 < share < 1 and ":" in text:
-            note = f"split {text}: the first {first} % of the rows; a seeded share of the same size takes their place"
-            return {"weight": share}, [*problems, note]
-        return {}, [*problems, f"split {text}: write a `limit` of rows"]
-    note = f"split {text}: the first {first} rows; a seeded sample of as many takes their place"
-    return {"limit": max(1, int(first))}, [*problems, note]
-
-
-def _tested(value: Any, config: Config) -> Outcome:
-    found = _datasets(value, config)
-    first = found.settings["data.train"][0]
-    held = {key: first[key] for key in ("path", "fields", "limit") if key in first}
-    if len(found.settings["data.train"]) > 1:
-        note = "finefit validates on one source: the first is taken"
-        return dropped(note, settings={"data.validation": held})
-    return translated({"data.validation": held})
-
-
 def _validation_share(value: Any, config: Config) -> Outcome:
     if config.is_on("test_datasets"):
         return equal("test_datasets decide")
-    return shared.held_out(lambda config: [s for entry in _entries(config) for s in _source(entry, config)[0]])(
-        value, config
-    )
+    return shared.held_out(
+        lambda config: [one for entry in datasets.entries(config) for one in datasets.source(entry, config)[0]]
+    )(value, config)
 
 
 def _saves(value: Any, config: Config) -> Outcome:
@@ -318,36 +169,21 @@ def _tracker(kind: str) -> Key:
     return by("trackers", read, f"kind `{kind}`, with the project")
 
 
-def _seen(row: Row, config: Config) -> tuple[int, int]:
-    if row.length > config.whole("sequence_len"):
-        return 0, 0
-    return row.length, row.length if config.is_on("train_on_inputs") else row.supervised
-
-
-def _packs(config: Config) -> int | None:
-    return config.whole("sequence_len") if config.is_on("sample_packing") else None
-
-
 def _require(config: Config) -> None:
     if not any(config.values.get(key) for key in ("datasets", "pretraining_dataset")):
         raise NotTrainedHere(f"{config.where} names no datasets, so it trains nothing", "add datasets to it")
 
 
 def _finish(config: Config, settings: Settings) -> Settings:
-    """Settings of an adapter belong to a training with one; rows that are all plain text have no chat template."""
+    """Settings of an adapter belong to a training with one; plain text has no chat template."""
     kept = dict(settings)
     if settings.get("tuning.kind") != "lora":
         kept = {key: value for key, value in kept.items() if not key.startswith("tuning.") or key in _OF_TUNINGS}
-    entries = _entries(config)
-    return kept | ({"data.template": "plain"} if entries and all(map(_is_text, entries)) else {})
+    template = datasets.template(config)
+    return kept | ({"data.template": template} if template else {})
 
 
 _OF_TUNINGS = ("tuning.kind", "tuning.trainable")
-
-
-def _entries(config: Config) -> list[Mapping[str, Any]]:
-    found = config.get("datasets") or config.get("pretraining_dataset") or []
-    return [entry for entry in (found if isinstance(found, list) else [found]) if isinstance(entry, Mapping)]
 
 
 _SWANLAB = left("finefit has no SwanLab tracker", matters=False)
@@ -362,9 +198,7 @@ _REWARD = refused("reward models", "finefit trains causal language models")
 
 KEYS: dict[str, Key] = {
     "base_model": by("model", shared.model, "a hub id or a folder"),
-    "revision_of_model": by(
-        "model.revision", lambda value, config: translated({"model.revision": str(value)}), "branch, tag or commit"
-    ),
+    "revision_of_model": shared.revision("base_model"),
     "base_model_config": same("the config comes with the model"),
     "tokenizer_config": left("the tokenizer comes with the model"),
     "model_type": same("the class is that of the model's config"),
@@ -415,10 +249,10 @@ KEYS: dict[str, Key] = {
     "sequence_len": whole("data.max_tokens", default=512),
     "excess_length_strategy": by("data.too_long", _longer, "axolotl drops longer rows by default", default="drop"),
     "micro_batch_size": by(
-        "global_batch", _batch, f"{shared.BATCH_NOTE}; with sample_packing a row is a pack", default=1
+        "global_batch", batches.batch, f"{shared.BATCH_NOTE}; with sample_packing a row is a pack", default=1
     ),
-    "gradient_accumulation_steps": by("global_batch", _batch, shared.BATCH_NOTE),
-    "batch_size": by("global_batch", _batch, "micro_batch_size x accumulation of one device"),
+    "gradient_accumulation_steps": by("global_batch", batches.batch, shared.BATCH_NOTE),
+    "batch_size": by("global_batch", batches.batch, "micro_batch_size x accumulation of one device"),
     "sample_packing": by(
         "data.packing",
         lambda value, config: equal("rows of a step are packed, each attends only to itself: the gradient is the same"),
@@ -427,11 +261,13 @@ KEYS: dict[str, Key] = {
     "eval_sample_packing": same("packing changes no loss"),
     "pad_to_sequence_len": same("padding changes no loss"),
     "max_packed_sequence_len": same("packing changes no loss"),
-    "multipack_real_batches": same("packing changes no loss"),
+    "multipack_real_batches": same("part of sample_packing: the packs of a step"),
     "group_by_length": same("padded rows are grouped by length, packed ones are not padded"),
-    "datasets": by("data.train", _datasets, "path, data_files, type, split and columns of each; hub ids become hf://"),
-    "pretraining_dataset": by("data.train", _datasets, "plain text, of which every token is trained on"),
-    "test_datasets": by("data.validation", _tested, "the first of them"),
+    "datasets": by(
+        "data.train", datasets.datasets, "path, data_files, type, split and columns of each; hub ids become hf://"
+    ),
+    "pretraining_dataset": by("data.train", datasets.datasets, "plain text, of which every token is trained on"),
+    "test_datasets": by("data.validation", datasets.tested, "the first of them"),
     "val_set_size": by("data.validation.share", _validation_share, "a share; a count becomes a share of the rows"),
     "dataset_exact_deduplication": left("`check` names rows that occur twice; they stay", matters=True),
     "shuffle_merged_datasets": same("rows are shuffled in every epoch"),
@@ -506,6 +342,10 @@ KEYS: dict[str, Key] = {
     "center_rewards_coefficient": _REWARD,
     "diffusion": refused("diffusion models", "finefit trains causal language models"),
     "use_eaft": refused("the loss of EAFT", "finefit trains with sft and dpo"),
+    "llama4_linearized_experts": refused(
+        "experts that are stored as single layers, in a layout of axolotl's own",
+        "name the model that they were made from",
+    ),
     "use_onebitllms": refused("1-bit models", "finefit trains in fp32, bf16 or fp16"),
     "llmcompressor": left("the pruned weights of a compressed model are trained like all others"),
     "neftune_noise_alpha": shared.NEFTUNE,
@@ -559,7 +399,7 @@ KEYS: dict[str, Key] = {
             *("attn_implementation", "flash_attention", "xformers_attention", "sdp_attention", "flex_attention"),
             *("flash_optimum", "eager_attention", "cut_cross_entropy", "pretrain_multipack_attn"),
             *("use_kernels", "use_scattermoe", "use_sonicmoe", "experts_implementation", "fused_attn_kernel"),
-            *("gemma4_hybrid_attn_impl", "use_glm_dsa_kernels", "llama4_linearized_experts"),
+            *("gemma4_hybrid_attn_impl", "use_glm_dsa_kernels"),
         )
     },
     **{
@@ -590,9 +430,10 @@ AXOLOTL = Tool(
     marks=frozenset(
         ("base_model", "sequence_len", "micro_batch_size", "datasets", "val_set_size", "sample_packing", "lora_r")
     ),
-    seen=_seen,
-    micro_batch="micro_batch_size",
-    packs=_packs,
+    seen=batches.seen,
+    per_step=batches.per_step,
+    packs=batches.packs,
+    wording=datasets.wording,
     require=_require,
     finish=_finish,
     ignored=(
@@ -601,14 +442,19 @@ AXOLOTL = Tool(
     ),
     differences=(
         (
-            "With `sample_packing: true`, a micro-batch holds packs of `sequence_len` tokens, so a step has as many "
-            "rows as fit into them. finefit counts rows: where the data is at hand, `init` measures the rows of a "
-            "pack."
+            "With `sample_packing: true` and an attention that keeps rows apart (flash, flex, xformers), a micro-batch "
+            "is one pack of `micro_batch_size` x `sequence_len` tokens, so a step has as many rows as fit into its "
+            "packs. finefit counts rows: where the data is at hand, `init` measures the rows of a pack."
         ),
         (
             "Rows longer than `sequence_len` are dropped by axolotl, whatever their number; finefit drops them too, "
             "but stops if they are more than `data.drop_at_most` of a source."
         ),
         "Answers alone are trained on (`train_on_inputs: false`), with the end of the turn; so does finefit.",
+        (
+            "Rows of `type: alpaca` have Alpaca's wording (`### Instruction:` ...) and no chat template; the spec has "
+            "it as `fields` and `template: plain`. Rows without an input keep an empty `### Input:`, which axolotl "
+            "leaves out."
+        ),
     ),
 )

@@ -51,7 +51,7 @@ class Config:
     """Processes of the training, which are given to the launcher and not to the config."""
     dataset_info: Path | None = None
     """LLaMA-Factory's list of datasets, if the user names it."""
-    rows_per_pack: float | None = None
+    packed: "Packed | None" = None
     """Measured, where the tool packs rows and the data is here."""
     count_rows: Callable[[Mapping[str, Any]], int | None] = lambda source: None
     """Counts the rows of a source; None if they are not here."""
@@ -90,6 +90,19 @@ class Config:
         return found.relative_to(base).as_posix() if found.is_relative_to(base) else found.as_posix()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """The rows of a training in packs."""
+
+    rows_per_pack: float
+    num_rows: int
+    """Without those that are held out."""
+
+    def rows_of(self, packs: int) -> float:
+        """Returns the mean; a step has no more rows than there are."""
+        return min(packs * self.rows_per_pack, self.num_rows)
+
+
 Read = Callable[[Any, Config], Outcome]
 
 
@@ -117,6 +130,8 @@ class Row:
     supervised: int
     is_conversation: bool
     """Whether its column holds messages, not a prompt and an answer."""
+    turns: tuple[tuple[int, int], ...]
+    """Tokens before every answer that is trained on, and of the answer with its end."""
 
 
 Seen = Callable[[Row, Config], tuple[int, int]]
@@ -139,10 +154,12 @@ class Tool:
     """Keys that identify its configs."""
     seen: Seen
     """What the tool trains on."""
-    micro_batch: str
-    """The key that holds the rows of a device."""
+    per_step: Callable[[Config], int]
+    """Rows of an optimizer step on all devices, or packs if rows are packed."""
     packs: Callable[[Config], int | None]
     """The tokens of a pack; None if a step has rows."""
+    wording: Callable[[Config], Callable[[Mapping[str, Any]], Mapping[str, str]] | None] = lambda config: None
+    """Returns how the tool writes a record as prompt and answer; None if the spec says the same."""
     differences: Sequence[str] = ()
     """What the tool does differently in every training, whatever its config says."""
     require: Callable[[Config], None] = lambda config: None

@@ -1,14 +1,12 @@
-"""LLaMA-Factory: flat YAML or JSON on transformers' arguments, with datasets named in dataset_info.json; and the
-dialect of its second version, with sections and a YAML file of datasets."""
+"""LLaMA-Factory: flat YAML or JSON on transformers' arguments, with datasets named in dataset_info.json."""
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from finefit import bounded
 from finefit.errors import SpecError, first_line
+from finefit.importers import llama_factory_datasets as datasets
 from finefit.importers import training as shared
-from finefit.importers.documents import read_document
 from finefit.importers.keys import (
     OFF,
     Config,
@@ -22,7 +20,6 @@ from finefit.importers.keys import (
     as_list,
     as_number,
     by,
-    cut_at_the_end,
     dropped,
     equal,
     left,
@@ -31,30 +28,16 @@ from finefit.importers.keys import (
     same,
     switch,
     translated,
-    whole,
 )
 
-_INFO = "dataset_info.json"
-_NO_INFO = "dataset_info.json is not here, so the file of {names} is a guess: name it with --dataset-info"
 _PLAIN_TEMPLATES = ("empty",)
 _OWN_TEMPLATES = ("default", "alpaca", "vicuna", "fewshot", "belle", "ziya", "xverse")
+_LINE_FEED = ("qwen", "gemma", "chatml", "smollm", "yi", "intern2")
+"""Templates that train on the line feed after the end of an answer."""
 _THINKING = ("qwen3", "qwen3_5", "qwen3_vl", "glm4_moe", "hunyuan_small", "granite4")
-_COLUMNS: Mapping[str, str | None] = {
-    "prompt": "prompt",
-    "response": "answer",
-    "system": "system",
-    "messages": "messages",
-    "tools": "tools",
-    "images": "images",
-    "query": None,
-    "history": None,
-    "chosen": "chosen",
-    "rejected": "rejected",
-}
-_ENTRY_KEYS = ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "columns", "formatting", "ranking", "tags")
 
 
-def _stage(value: Any, config: Config) -> Outcome:
+def stage(value: Any, config: Config) -> Outcome:
     match str(value):
         case "sft":
             return equal("objective sft is the default in both")
@@ -83,17 +66,20 @@ def _tuning(value: Any, config: Config) -> Outcome:
     match str(value):
         case "lora":
             return translated({"tuning.kind": "lora"})
+        case "full" if _has_images(config):
+            note = "the towers of images are frozen by default"
+            return translated({"tuning.kind": "subset", "tuning.trainable": ["language"]}, note)
         case "full":
             return translated({"tuning.kind": "full"})
         case "freeze":
-            return translated({"tuning.kind": "subset", "tuning.trainable": _last_layers(config, "")})
+            return translated({"tuning.kind": "subset", "tuning.trainable": last_layers(config, "")})
         case "oft":
             note = "finefit has no OFT; LoRA on the same layers takes its place"
             return dropped(note, settings={"tuning.kind": "lora", "tuning.targets": "all-linear"})
     raise NotTrainedHere(f"{config.where} asks for finetuning_type {value}", "finefit has lora, full and subset")
 
 
-def _last_layers(config: Config, section: str) -> list[str]:
+def last_layers(config: Config, section: str) -> list[str]:
     """Names the last layers of a model whose config is here."""
     count = config.whole(f"{section}freeze_trainable_layers", 2)
     layers = _num_layers(config)
@@ -137,7 +123,7 @@ def _target(value: Any, config: Config) -> Outcome:
     return shared.layers(value, config)
 
 
-def _template(value: Any, config: Config) -> Outcome:
+def template(value: Any, config: Config) -> Outcome:
     name = str(value)
     if name in _PLAIN_TEMPLATES:
         return translated({"data.template": "plain"})
@@ -151,105 +137,6 @@ def _template(value: Any, config: Config) -> Outcome:
 
 def _thinking(value: Any, config: Config) -> Outcome:
     return translated({"data.template_options": {"enable_thinking": bool(as_flag(value))}})
-
-
-def _datasets(value: Any, config: Config) -> Outcome:
-    sources, problems = _sources(value, config)
-    settings = {"data.train": sources}
-    if problems:
-        return dropped("; ".join(dict.fromkeys(problems)), settings=settings)
-    return translated(settings, "by its entries in dataset_info.json")
-
-
-def _tested(value: Any, config: Config) -> Outcome:
-    (first, *others), problems = _sources(value, config)
-    held = {key: first[key] for key in ("path", "fields", "limit") if key in first}
-    if others:
-        problems.append("finefit validates on one source: the first is taken")
-    settings = {"data.validation": held}
-    return dropped("; ".join(problems), settings=settings) if problems else translated(settings)
-
-
-def _sources(value: Any, config: Config) -> tuple[list[dict[str, Any]], list[str]]:
-    info, place = _read_info(config)
-    sources, problems = [], []
-    limit = {"limit": config.whole("max_samples")} if config.whole("max_samples") > 0 else {}
-    for name in map(str, as_list(value)):
-        entry = info.get(name)
-        if isinstance(entry, Mapping):
-            source, lost = _of_entry(entry, name, place, config)
-            problems += lost
-        else:
-            source, is_here = _of_file(name, config)
-            known = f"{place} has no dataset {name}" if info else _NO_INFO.format(names=name)
-            problems += [] if is_here else [known]
-        sources.append(source | limit)
-    if not sources:
-        raise NotTrainedHere(f"{config.where} names no dataset", "add one to it")
-    return sources, problems
-
-
-def _of_file(name: str, config: Config) -> tuple[dict[str, Any], bool]:
-    """A dataset without an entry: a file of that name, or one in the folder of datasets."""
-    folder = str(config.get("dataset_dir") or "data")
-    for path in (name, f"{folder}/{name}.json", f"{folder}/{name}.jsonl"):
-        if (place := config.find(path)) is not None and place.is_file():
-            return {"path": config.written(place)}, True
-    return {"path": f"{folder}/{name}.json"}, False
-
-
-def _read_info(config: Config) -> tuple[Mapping[str, Any], Path]:
-    folder = str(config.get("dataset_dir") or "data")
-    place = config.dataset_info or config.find(f"{folder}/{_INFO}") or config.find(_INFO)
-    if place is None:
-        return {}, Path(folder) / _INFO
-    return read_document(place / _INFO if place.is_dir() else place), place
-
-
-def _of_entry(entry: Mapping[str, Any], name: str, info: Path, config: Config) -> tuple[dict[str, Any], list[str]]:
-    problems = list(_lost(entry, name))
-    if url := entry.get("hf_hub_url") or entry.get("ms_hub_url"):
-        path = shared.hub_source(str(url), file=f"{entry['folder']}/*" if entry.get("folder") else None)
-    elif file := entry.get("file_name"):
-        place = (info if info.is_dir() else info.parent) / str(file)
-        path = config.written(place)
-        problems += [] if place.exists() else [f"{file}, the file of {name}, is not here"]
-    else:
-        raise NotTrainedHere(f"{config.where}: dataset {name} has neither a file nor a hub id", "correct its entry")
-    fields = _fields(entry)
-    limit = {"limit": round(as_number(entry["num_samples"], name, str(info)))} if entry.get("num_samples") else {}
-    return {"path": path} | ({"fields": fields} if fields else {}) | limit, problems
-
-
-def _lost(entry: Mapping[str, Any], name: str) -> Iterator[str]:
-    if entry.get("subset"):
-        yield f"{name}: subset {entry['subset']}: name its files in the path"
-    if entry.get("split") not in (None, "train"):
-        yield f"{name}: split {entry['split']}: name its files in the path"
-    for key in entry:
-        if key not in (*_ENTRY_KEYS, "subset", "split", "folder", "num_samples"):
-            yield f"{name}: {key} is not carried over"
-    for column in entry.get("columns") or {}:
-        if column not in _COLUMNS:
-            yield f"{name}: finefit trains on text and images, not on the column {column}"
-
-
-def _fields(entry: Mapping[str, Any]) -> dict[str, str]:
-    """Names the columns, unless finefit recognises them by their names."""
-    columns = {key: str(column) for key, column in (entry.get("columns") or {}).items() if key in _COLUMNS}
-    fields = {str(_COLUMNS[key]): column for key, column in columns.items() if _COLUMNS[key]}
-    if entry.get("ranking"):
-        if "messages" in fields:
-            fields["prompt"] = fields.pop("messages")
-        return fields if {"prompt", "chosen", "rejected"} <= fields.keys() else {}
-    if "query" in columns and "prompt" in fields:
-        fields["prompt"] = f"{{{columns['prompt']}}}\n{{{columns['query']}}}"
-    if columns.keys() == {"prompt"}:
-        return {"text": columns["prompt"]}
-    if "messages" in fields:
-        return {key: column for key, column in fields.items() if key in ("messages", "system", "tools", "images")}
-    known = {"prompt", "answer"} <= fields.keys()
-    return {key: column for key, column in fields.items() if key not in ("chosen", "rejected")} if known else {}
 
 
 def _too_long(value: Any, config: Config) -> Outcome:
@@ -270,13 +157,8 @@ def _masked(value: Any, config: Config) -> Outcome:
 def _packing(value: Any, config: Config) -> Outcome:
     if as_flag(value) in OFF:
         return equal("a step has rows, not packs, in both")
-    rows = config.whole("per_device_train_batch_size", 8) * config.whole("gradient_accumulation_steps", 1)
-    packs = rows * config.devices
-    if config.rows_per_pack is not None:
-        held = max(1, round(packs * config.rows_per_pack))
-        return translated({"global_batch": held}, f"{packs} packs, which hold {config.rows_per_pack:.1f} rows each")
-    note = f"{packs} packs of up to {config.whole('cutoff_len', 2048)} tokens in a step: multiply global_batch by the "
-    return dropped(note + "rows of a pack, which depend on data that is not here")
+    count = shared.per_step("per_device_train_batch_size")(config)
+    return shared.packed_batch(count, config.whole("cutoff_len"), config)
 
 
 def _limit(value: Any, config: Config) -> Outcome:
@@ -321,18 +203,33 @@ def _has_images(config: Config) -> bool:
 
 
 def _seen(row: Row, config: Config) -> tuple[int, int]:
-    """Cuts both sides of a longer row: the shorter side keeps what it has if it is less than half of the limit."""
-    limit, answer = config.whole("cutoff_len"), row.supervised
-    prompt = row.length - answer
+    """A longer row is cut turn by turn, until the limit is reached."""
+    limit, prompts, answers = config.whole("cutoff_len"), 0, 0
+    for prompt, answer in _with_line_feeds(row.turns) if _ends_in_line_feed(config) else row.turns:
+        prompt, answer = _cut(prompt, answer, limit - prompts - answers)
+        prompts, answers = prompts + prompt, answers + answer
+    return prompts + answers, prompts + answers if config.is_on("train_on_prompt") else answers
+
+
+def _ends_in_line_feed(config: Config) -> bool:
+    return str(config.get("template") or "").lower().startswith(_LINE_FEED)
+
+
+def _with_line_feeds(turns: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The line feed after an answer is the start of the next prompt in finefit."""
+    return [(prompt - (at > 0), answer + 1) for at, (prompt, answer) in enumerate(turns)]
+
+
+def _cut(prompt: int, answer: int, limit: int) -> tuple[int, int]:
+    """Both sides are cut in proportion, but a side that has less than half of the limit keeps what it has."""
     if 2 * answer < limit:
         most = limit
     elif 2 * prompt < limit:
         most = limit - prompt
     else:
-        most = limit * answer // row.length
+        most = limit * answer // (prompt + answer)
     answer = min(answer, most)
-    prompt = min(prompt, max(limit - answer, 0))
-    return prompt + answer, prompt + answer if config.is_on("train_on_prompt") else answer
+    return min(prompt, max(limit - answer, 0)), answer
 
 
 def _packs(config: Config) -> int | None:
@@ -356,9 +253,6 @@ _OF_SUBSET = ("kind", "trainable")
 def _finish(config: Config, settings: Settings) -> Settings:
     kind = settings.get("tuning.kind")
     kept = dict(settings)
-    if kind == "full" and _has_images(config):
-        kept |= {"tuning.kind": "subset", "tuning.trainable": ["language"]}
-        kind = "subset"
     if kind != "lora":
         allowed = _OF_SUBSET if kind == "subset" else _OF_LORA
         kept = {
@@ -375,21 +269,19 @@ _GALORE = left(shared.ADAMW_ONLY)
 _KT = left("experts are not computed on the CPU", matters=False)
 _LOSS = refused("a loss of its own", "finefit trains with sft and dpo")
 _MEDIA = left("finefit trains on text and images", matters=False)
-_GENERATION = left("sampling is set where answers are generated: `evaluate`, `finefit chat`", matters=False)
+GENERATION = left("sampling is set where answers are generated: `evaluate`, `finefit chat`", matters=False)
 _MEGATRON = left("the planner chooses the engine; matrices and layers are not divided", matters=False)
 
 KEYS: dict[str, Key] = {
     **shared.TRAINING_ARGUMENTS,
     "model_name_or_path": by("model", shared.model, "a hub id or a folder"),
-    "model_revision": by(
-        "model.revision", lambda value, config: translated({"model.revision": str(value)}), "branch, tag or commit"
-    ),
+    "model_revision": shared.revision("model_name_or_path"),
     "adapter_name_or_path": by("tuning.adapter", _adapter, "training continues from it"),
     "create_new_adapter": left("training continues from the adapter itself"),
     "trust_remote_code": left(
         "code that comes with a model is not run; `model: {kind: custom}` runs your own", matters=False
     ),
-    "stage": by("objective", _stage, "`sft`, `pt` (plain text) and `dpo`; others are refused", default="sft"),
+    "stage": by("objective", stage, "`sft`, `pt` (plain text) and `dpo`; others are refused", default="sft"),
     "pref_loss": by("objective.kind", _pref_loss, "`sigmoid`; others are refused"),
     "pref_beta": by("objective.beta", _beta, "0.1 in both by default"),
     "pref_ftx": left("no loss on the chosen answer is added"),
@@ -432,16 +324,16 @@ KEYS: dict[str, Key] = {
     "video_min_pixels": _MEDIA,
     "video_fps": _MEDIA,
     "video_maxlen": _MEDIA,
-    "template": by("data.template", _template, shared.TEMPLATE),
+    "template": by("data.template", template, shared.TEMPLATE),
     "enable_thinking": by("data.template_options", _thinking, "`enable_thinking`"),
     "default_system": left("rows are trained with the system message that they hold"),
-    "dataset": by("data.train", _datasets, "names in dataset_info.json, with files, columns and row limits"),
-    "eval_dataset": by("data.validation", _tested, "the first of them"),
+    "dataset": by("data.train", datasets.datasets, "names in dataset_info.json, with files, columns and row limits"),
+    "eval_dataset": by("data.validation", datasets.tested, "the first of them"),
     "dataset_dir": same("the folder of dataset_info.json"),
     "media_dir": left("name the folder of images in data.train.images_root", place="data.train"),
     "val_size": by(
         "data.validation.share",
-        shared.held_out(lambda config: _sources(config.get("dataset"), config)[0]),
+        shared.held_out(lambda config: datasets.sources_of(config.get("dataset"), config)[0]),
         "a share; a count becomes a share of the rows",
     ),
     "cutoff_len": by("data.max_tokens", _too_long, "with `too_long: cut_prompt`; answers are never cut", default=2048),
@@ -502,9 +394,9 @@ KEYS: dict[str, Key] = {
     "cache_dir": same("the hub's own cache is used"),
     "hf_hub_token": same("log in with `hf auth login`"),
     "print_param_status": same("the plan shows what is trained"),
-    "infer_backend": _GENERATION,
+    "infer_backend": GENERATION,
     "export_dir": left("`finefit export` merges and exports", matters=False),
-    **dict.fromkeys(("max_new_tokens", "temperature", "top_p", "top_k", "do_sample"), _GENERATION),
+    **dict.fromkeys(("max_new_tokens", "temperature", "top_p", "top_k", "do_sample"), GENERATION),
 }
 
 LLAMA_FACTORY = Tool(
@@ -518,7 +410,7 @@ LLAMA_FACTORY = Tool(
         )
     ),
     seen=_seen,
-    micro_batch="per_device_train_batch_size",
+    per_step=shared.per_step("per_device_train_batch_size"),
     packs=_packs,
     require=_require,
     finish=_finish,
@@ -548,168 +440,10 @@ LLAMA_FACTORY = Tool(
         "Without `lora_alpha`, alpha is twice the rank.",
         (
             "A `template` is LLaMA-Factory's own copy of a chat template. finefit uses the one that comes with the "
-            "model, in training and evaluation."
+            "model, in training and evaluation. Templates such as `qwen` and `gemma` train on the line feed after an "
+            "answer too, finefit on the answer and its end."
         ),
         "`max_samples` takes the first rows of each dataset, finefit's `limit` a seeded sample of as many.",
         "The defaults of transformers apply: 8 rows per device, 3 epochs, learning rate 5e-5, a linear schedule.",
-    ),
-)
-
-
-# The second version
-
-
-def _peft(value: Any, config: Config) -> Outcome:
-    match str(value):
-        case "lora":
-            return translated({"tuning.kind": "lora"})
-        case "freeze":
-            names = _last_layers(config, "peft_config.")
-            return translated({"tuning.kind": "subset", "tuning.trainable": names}, "the last layers of the model")
-    raise NotTrainedHere(f"{config.where} asks for peft_config {value}", "finefit has lora, full and subset")
-
-
-def _whole_model(value: Any, config: Config) -> Outcome:
-    if config.is_on("peft_config.name"):
-        return equal("a language model in both")
-    return translated({"tuning.kind": "full"}, "no peft_config: all weights are trained")
-
-
-def _datasets_v1(value: Any, config: Config) -> Outcome:
-    place = config.find(str(value))
-    if place is None:
-        problem = f"{value} is not here, so its rows are not known: correct data.train"
-        return dropped(problem, settings={"data.train": [{"path": str(value)}]})
-    if place.suffix not in (".yaml", ".yml"):
-        return translated({"data.train": [{"path": config.written(place)}]})
-    sources = []
-    for name, entry in read_document(place).items():
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("path"), str):
-            raise NotTrainedHere(f"{place}: dataset {name} has no path", "correct it")
-        sources.append({"path": shared.source(config, entry["path"])[0]})
-    return translated({"data.train": sources}, f"the datasets of {value}")
-
-
-def _objective_v1(value: Any, config: Config) -> Outcome:
-    return _stage(value, config)
-
-
-def _batch_v1(value: Any, config: Config) -> Outcome:
-    rows = config.whole("global_batch_size") or config.whole("micro_batch_size", 1) * config.devices
-    return translated({"global_batch": max(1, rows)}, "global_batch_size, else micro_batch_size x devices")
-
-
-def _optimizer_v1(value: Any, config: Config) -> Outcome:
-    return dropped(f"optimizer {value}: {shared.ADAMW_ONLY}")
-
-
-def _longer_v1(value: Any, config: Config) -> Outcome:
-    length = round(as_number(value, "cutoff_len", config.where))
-    return translated({"data.max_tokens": length, "data.too_long": "drop"}, shared.CUT_AT_THE_END)
-
-
-def _engine_v1(value: Any, config: Config) -> Outcome:
-    name = str(value)
-    if name == "deepspeed":
-        return shared.engine(config.get("dist_config.config_file") or "", config)
-    return shared.fully_sharded(name, config)
-
-
-def _require_v1(config: Config) -> None:
-    if not config.is_on("train_dataset"):
-        problem = f"{config.where} has no train_dataset, so it trains nothing"
-        raise NotTrainedHere(problem, "`finefit export` merges and exports a run, `finefit chat` talks to it")
-
-
-def _finish_v1(config: Config, settings: Settings) -> Settings:
-    if settings.get("tuning.kind") == "lora":
-        return settings
-    kept = ("tuning.kind", "tuning.trainable")
-    return {key: value for key, value in settings.items() if not key.startswith("tuning.") or key in kept}
-
-
-def _decay_v1(value: Any, config: Config) -> Outcome:
-    return translated({"optimizer.weight_decay": as_number(value, "weight_decay", config.where)})
-
-
-KEYS_V1: dict[str, Key] = {
-    "model": by("model", shared.model, "a hub id or a folder"),
-    "model_class": by("tuning.kind", _whole_model, "without peft_config all weights are trained", default="llm"),
-    "template": by("data.template", _template, shared.TEMPLATE),
-    "trust_remote_code": left("code that comes with a model is not run", matters=False),
-    "train_dataset": by("data.train", _datasets_v1, "a file of rows, or a YAML file that lists them"),
-    "eval_dataset": left("write it as data.validation", place="data.validation"),
-    "peft_config.name": by("tuning.kind", _peft, "`freeze` is `subset`"),
-    "peft_config.r": whole("tuning.rank"),
-    "peft_config.lora_alpha": number("tuning.alpha"),
-    "peft_config.lora_dropout": number("tuning.dropout"),
-    "peft_config.target_modules": by("tuning.targets", shared.layers, "`all` is `all-linear`"),
-    "peft_config.use_dora": switch("tuning.dora", True),
-    "peft_config.use_rslora": switch("tuning.rank_stabilised", True),
-    "peft_config.freeze_trainable_layers": same("part of `name: freeze`"),
-    "peft_config.freeze_trainable_modules": same("part of `name: freeze`"),
-    "peft_config.freeze_extra_modules": left("name them in tuning.trainable", place="tuning.trainable"),
-    "quant_config.name": same("bitsandbytes quantises the frozen weights"),
-    "quant_config.quantization_bit": KEYS["quantization_bit"],
-    "kernel_config": same(shared.KERNELS),
-    "init_config": same("the model is loaded by finefit"),
-    "dist_config.name": by("engine", _engine_v1, "`fsdp2` over `--devices N`"),
-    "optim_config": by("optimizer.kind", _optimizer_v1, "AdamW takes the place of others"),
-    "lr_scheduler_config": left("write it as schedule", place="schedule.kind"),
-    "global_batch_size": by("global_batch", _batch_v1, "rows per step on all devices"),
-    "micro_batch_size": by("global_batch", _batch_v1, "times devices, if global_batch_size is not given", default=1),
-    "cutoff_len": by("data.max_tokens", _longer_v1, "longer rows are dropped, not cut", default=2048),
-    "learning_rate": number("optimizer.lr", default=1e-4),
-    "weight_decay": by("optimizer.weight_decay", _decay_v1, "0.01, torch's own default for AdamW", default=0.01),
-    "lr_scheduler": by(
-        "schedule.kind",
-        lambda value, config: translated({"schedule.kind": "constant"}),
-        "constant without lr_scheduler_config",
-        default="constant",
-    ),
-    "warmup": by(
-        "schedule.warmup",
-        lambda value, config: translated({"schedule.warmup": 0.0}),
-        "none without lr_scheduler_config",
-        default=0.0,
-    ),
-    "max_grad_norm": by("optimizer.clip", shared.clip, ""),
-    "num_train_epochs": by("schedule.epochs", shared.epochs(), "max_steps decides if both are given", default=3),
-    "max_steps": by("schedule.steps", shared.steps, ""),
-    "bf16": by("precision", shared.precision("bf16"), ""),
-    "seed": shared.seed(),
-    "save_steps": by("save.every", shared.save_every("steps"), ""),
-    "save_epochs": left("write save.every", matters=False, place="save.every"),
-    "batching_strategy": same("padding and packing change no loss; a step has its rows"),
-    "batching_workers": same(shared.LOADING),
-    "cp_mode": same("part of cp_size"),
-    "cp_size": left("one row is never divided over devices", matters=False),
-    "flash_attn": same(shared.KERNELS),
-    "enable_activation_checkpointing": same(shared.PLANNED),
-    "logging_steps": same(shared.LOGGING),
-    "output_dir": same(shared.OWN_RUNS),
-    "resume_from_checkpoint": same("the same command resumes the run"),
-    "save_ckpt_as_hf": same("weights are always safetensors of the model's own names"),
-    "sample_backend": _GENERATION,
-    **dict.fromkeys(("max_new_tokens", "temperature", "top_p", "top_k"), _GENERATION),
-    "stage": by("objective", _objective_v1, "`sft` and `dpo`"),
-    "pref_beta": KEYS["pref_beta"],
-    "pref_loss": KEYS["pref_loss"],
-}
-
-LLAMA_FACTORY_V1 = Tool(
-    name="LLaMA-Factory",
-    slug="llama-factory-v1",
-    keys=KEYS_V1,
-    marks=frozenset(("model_class", "train_dataset", "peft_config", "kernel_config", "dist_config", "sample_backend")),
-    seen=lambda row, config: cut_at_the_end(row, config.whole("cutoff_len"), answers_only=True),
-    micro_batch="micro_batch_size",
-    packs=lambda config: None,
-    require=_require_v1,
-    finish=_finish_v1,
-    ignored=("dist_config.", "quant_config."),
-    differences=(
-        "Without lr_scheduler_config the learning rate is constant, and AdamW has torch's weight decay of 0.01.",
-        "The number of epochs is 3 if neither epochs nor steps are given.",
     ),
 )

@@ -117,8 +117,8 @@ def _dataset(value: Any, config: Config) -> Outcome:
 
 def _note_of_packs(config: Config, settings: dict[str, Any]) -> str:
     packs = _rows(config)
-    if config.rows_per_pack is not None:
-        settings["global_batch"] = max(1, round(packs * config.rows_per_pack))
+    if config.packed is not None:
+        settings["global_batch"] = max(1, round(config.packed.rows_of(packs)))
         return ""
     return (
         f"{packs} packs in a step: multiply global_batch by the rows of a pack, which depend on data that is not here"
@@ -387,7 +387,7 @@ TORCHTUNE = Tool(
     keys=KEYS,
     marks=frozenset(("checkpointer", "metric_logger", "profiler", "log_every_n_steps")),
     seen=_seen,
-    micro_batch="batch_size",
+    per_step=shared.per_step("batch_size"),
     packs=_packs,
     require=_require,
     finish=_finish,

@@ -68,13 +68,31 @@ def batch(micro: str, accumulation: str) -> Read:
 
     def read(value: Any, config: Config) -> Outcome:
         rows, steps = config.whole(micro, 1), config.whole(accumulation, 1)
-        product = f"{rows} rows x {steps} accumulated x {config.devices} device{'s' * (config.devices > 1)}"
+        product = f"{rows} row{'s' * (rows > 1)} x {steps} accumulated"
+        product += f" x {config.devices} device{'s' * (config.devices > 1)}"
         return translated({"global_batch": max(1, rows * steps * config.devices)}, f"= {product}")
 
     return read
 
 
+def per_step(micro: str) -> Callable[[Config], int]:
+    """The same as a number."""
+    return lambda config: max(
+        1, config.whole(micro, 1) * config.whole("gradient_accumulation_steps", 1) * config.devices
+    )
+
+
 BATCH_NOTE = "rows per step: rows per device x accumulation x devices (`--devices N`; configs do not hold it)"
+
+
+def packed_batch(packs: int, tokens: int, config: Config, lead: str = "") -> Outcome:
+    """Rows of an optimizer step that is made of packs."""
+    step = f"{lead}a step has {packs} pack{'s' * (packs > 1)} of up to {tokens} tokens"
+    if config.packed is not None:
+        rows = config.packed.rows_of(packs)
+        return translated({"global_batch": max(1, round(rows))}, f"{step}, which hold {rows:.1f} rows")
+    note = f"{step}; how many rows they hold depends on the data, which is not here: "
+    return dropped(note + "multiply global_batch by the rows of a pack", settings={"global_batch": packs})
 
 
 def epochs(steps: str = "max_steps") -> Read:
@@ -141,6 +159,17 @@ def model(value: Any, config: Config) -> Outcome:
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         return translated({"model.kind": "folder", "model.path": name}, "this folder is not here")
     return translated({"model.kind": "hub", "model.id": name})
+
+
+def revision(key: str) -> Key:
+    """`key`: the one that names the model."""
+
+    def read(value: Any, config: Config) -> Outcome:
+        if "model.id" not in model(config.get(key), config).settings:
+            return equal("a folder has no revisions")
+        return equal("main in both") if value == "main" else translated({"model.revision": str(value)})
+
+    return by("model.revision", read, "branch, tag or commit")
 
 
 def base_bits(bits: int) -> Read:

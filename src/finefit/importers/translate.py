@@ -2,7 +2,7 @@
 silently."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -37,6 +37,18 @@ class Translation:
         return tuple(line for line in self.lines if line.outcome.fate == fate)
 
 
+def grouped(lines: Iterable[Line]) -> list[list[Line]]:
+    """Keys that together have one outcome, such as those whose product is the global batch."""
+    found: list[list[Line]] = []
+    for line in lines:
+        alike = next((group for group in found if group[0].outcome == line.outcome), None)
+        if alike is None or not line.outcome.settings:
+            found.append([line])
+        else:
+            alike.append(line)
+    return found
+
+
 def translate(tool: Tool, config: Config, document: Mapping[str, Any]) -> Translation:
     flat = dict(_flat(document, tool))
     config = replace(config, values=flat, defaults=tool.defaults())
@@ -45,7 +57,19 @@ def translate(tool: Tool, config: Config, document: Mapping[str, Any]) -> Transl
     settings: dict[str, Any] = {}
     for line in sorted(lines, key=lambda line: not line.is_default):  # what the config says wins
         settings |= line.outcome.settings
-    return Translation(tool=tool, config=config, values=nested(tool.finish(config, settings)), lines=lines)
+    kept = tool.finish(config, settings)
+    shown = tuple(_without_effect(line, kept) for line in lines)
+    return Translation(tool=tool, config=config, values=nested(kept), lines=shown)
+
+
+def _without_effect(line: Line, kept: Mapping[str, Any]) -> Line:
+    """Settings that belong to another kind of tuning are not part of the spec."""
+    lost = line.outcome.settings.keys() - kept.keys()
+    if not lost or line.outcome.fate == "not carried over":
+        return line
+    left = {place: value for place, value in line.outcome.settings.items() if place not in lost}
+    outcome = replace(line.outcome, settings=left) if left else equal("no effect on what is tuned here, in both")
+    return replace(line, outcome=outcome)
 
 
 def _flat(values: Mapping[str, Any], tool: Tool, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -143,13 +143,8 @@ def length(value: Any, config: Config) -> Outcome:
 def packing(value: Any, config: Config) -> Outcome:
     if as_flag(value) in OFF:
         return equal("a step has rows, not packs, in both")
-    rows = config.whole("per_device_train_batch_size", 8) * config.whole("gradient_accumulation_steps", 1)
-    packs = rows * config.devices
-    if config.rows_per_pack is not None:
-        held = max(1, round(packs * config.rows_per_pack))
-        return translated({"global_batch": held}, f"{packs} packs, which hold {config.rows_per_pack:.1f} rows each")
-    note = f"{packs} packs of up to {config.whole('max_length', 1024)} tokens in a step: multiply global_batch by the "
-    return dropped(note + "rows of a pack, which depend on data that is not here")
+    count = shared.per_step("per_device_train_batch_size")(config)
+    return shared.packed_batch(count, config.whole("max_length"), config)
 
 
 def loss(value: Any, config: Config) -> Outcome:
@@ -213,11 +208,7 @@ _NO_PARAMETERS = left("adapters on the stacked weights of experts are not asked 
 KEYS: dict[str, Key] = {
     **shared.TRAINING_ARGUMENTS,
     "model_name_or_path": by("model", shared.model, "a hub id or a folder"),
-    "model_revision": by(
-        "model.revision",
-        lambda value, config: equal("main in both") if value == "main" else translated({"model.revision": str(value)}),
-        "branch, tag or commit",
-    ),
+    "model_revision": shared.revision("model_name_or_path"),
     "trust_remote_code": left(
         "code that comes with a model is not run; `model: {kind: custom}` runs your own", matters=False
     ),
@@ -305,7 +296,7 @@ TRL = Tool(
         ("model_name_or_path", "dataset_name", "use_peft", "lora_r", "per_device_train_batch_size", "max_length")
     ),
     seen=_seen,
-    micro_batch="per_device_train_batch_size",
+    per_step=shared.per_step("per_device_train_batch_size"),
     packs=packs,
     require=_require,
     finish=finish,

@@ -144,7 +144,7 @@ UNSLOTH = Tool(
         ("max_seq_length", "load_in_4bit", "use_gradient_checkpointing", "r", "random_state", "model_name")
     ),
     seen=_seen,
-    micro_batch="per_device_train_batch_size",
+    per_step=shared.per_step("per_device_train_batch_size"),
     packs=trl.packs,
     require=_require,
     finish=_finish,

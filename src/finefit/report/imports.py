@@ -6,11 +6,11 @@ from rich.console import Console
 from rich.text import Text
 
 from finefit.drafts.from_config import Compared, Imported
-from finefit.importers.translate import Line
+from finefit.importers.translate import Line, grouped
 from finefit.report.layout import hanging, print_lines, table, visible
 from finefit.spec.load import inline
 
-_MAX_VALUE = 60
+_MAX_SETTING = 160
 _MAX_INDENT = 40
 
 
@@ -44,10 +44,13 @@ def _show(title: str, lines: Sequence[Line], console: Console) -> None:
         return
     indent = min(_MAX_INDENT, console.width // 3)
     console.print(f"{title} ({len(lines)})", style="bold")
-    for line in lines:
-        settings = ", ".join(f"{place}: {_shown(value)}" for place, value in line.outcome.settings.items())
-        words = Text(visible("; ".join(filter(None, [f"-> {settings}" if settings else "", line.outcome.note]))))
-        lead = Text(f"  {visible(line.key)}: {_shown(line.value)}")
+    for group in grouped(lines):
+        outcome = group[0].outcome
+        settings = ", ".join(f"{place}: {_shown(value, _MAX_SETTING)}" for place, value in outcome.settings.items())
+        words = Text(visible("; ".join(filter(None, [f"-> {settings}" if settings else "", outcome.note]))))
+        *first, lead = [_key(line, console.width) for line in group]
+        for above in first:
+            console.print(above)
         if len(lead) >= indent:
             console.print(lead)
             lead = Text()
@@ -55,25 +58,27 @@ def _show(title: str, lines: Sequence[Line], console: Console) -> None:
     console.print()
 
 
-def _shown(value: object) -> str:
+def _key(line: Line, width: int) -> Text:
+    if line.is_default and line.outcome.fate == "not carried over":
+        return Text(f"  {visible(line.key)} (not given)")
+    lead = f"  {visible(line.key)}: "
+    return Text(lead + _shown(line.value, max(20, width - len(lead))))
+
+
+def _shown(value: object, most: int) -> str:
     words = inline(value)
-    return words if len(words) <= _MAX_VALUE else f"{words[:_MAX_VALUE]}..."
+    return words if len(words) <= most else f"{words[: most - 3]}..."
 
 
 def _compared(found: Compared, tool: str, console: Console) -> Iterator[Text]:
-    def cells(name: str, theirs: object, ours: object) -> dict[str, Text]:
-        note = "" if theirs == ours else "differs"
-        return {"": Text(name), tool: Text(str(theirs)), "finefit": Text(str(ours)), " ": Text(note)}
-
     rows = [
-        cells(name, f"{their:,}", f"{our:,}")
-        for name, their, our in (
-            ("rows", found.theirs.rows, found.ours.rows),
-            ("tokens", found.theirs.tokens, found.ours.tokens),
-            ("supervised tokens", found.theirs.supervised, found.ours.supervised),
-            ("rows per step", round(found.theirs.rows_per_step, 1), round(found.ours.rows_per_step, 1)),
-            ("steps", found.theirs.steps, found.ours.steps),
-        )
+        {
+            "": Text(name),
+            tool: Text(f"{theirs:,}"),
+            "finefit": Text(f"{ours:,}"),
+            " ": Text("" if theirs == ours else "differs"),
+        }
+        for name, (theirs, ours) in found.lines().items()
     ]
     yield from table(console, rows, right=(tool, "finefit"), below=())
     yield Text()

@@ -27,9 +27,31 @@ def _lines(values: Mapping[str, Any], comments: Mapping[str, str], path: str, in
             yield from _lines(value, comments, f"{here}.", f"{indent}  ")
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             yield f"{indent}{inline(key)}:"
-            yield from (f"{indent}- {inline(item)}" for item in value)
+            for item in value:
+                yield from _item(item, indent)
+        elif isinstance(value, str) and _is_text(value):
+            yield f"{indent}{inline(key)}: {'|' if value.endswith(chr(10)) else '|-'}"
+            yield from (f"{indent}  {line}".rstrip() for line in value.removesuffix("\n").split("\n"))
         else:
             yield f"{indent}{inline(key)}: {inline(value)}"
+
+
+def _item(item: Any, indent: str) -> Iterator[str]:
+    """An item of a list in one line, unless that is long."""
+    line = f"{indent}- {inline(item)}"
+    if len(line) <= _WIDTH or not isinstance(item, dict):
+        yield line
+        return
+    first, *others = _lines(item, {}, "", f"{indent}  ")
+    yield f"{indent}- {first.removeprefix(f'{indent}  ')}"
+    yield from others
+
+
+def _is_text(value: str) -> bool:
+    """Whether it is long and has lines that YAML keeps as they are."""
+    lines = value.removesuffix("\n").split("\n")
+    is_kept = all(line == line.strip() and line.isprintable() for line in lines) and lines[0] and lines[-1]
+    return len(value) > _WIDTH and len(lines) > 1 and bool(is_kept)
 
 
 def _is_short(value: Mapping[str, Any]) -> bool:
