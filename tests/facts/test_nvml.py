@@ -80,6 +80,13 @@ class FakeDriver:
         self._known("power")
         return 451_250
 
+    NVML_TEMPERATURE_GPU = 0
+
+    def nvmlDeviceGetTemperature(self, _: int, sensor: int) -> int:  # noqa: N802
+        self._known("temperature")
+        assert sensor == self.NVML_TEMPERATURE_GPU
+        return 61
+
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:  # noqa: N802
         self._known("processes")
         return [SimpleNamespace(pid=42 + handle, usedGpuMemory=None if handle else 1024 * MIB)]
@@ -161,14 +168,19 @@ def test_usage_is_read_from_the_card_with_the_uuid(install: Any) -> None:
     install(FakeDriver(5, 7))
     read = open_card("GPU-1")
     assert read is not None
-    assert read() == UsageSample(utilisation=0.37, watts=451.25)
+    assert read() == UsageSample(utilisation=0.37, watts=451.25, celsius=61.0)
     assert open_card("GPU-2") is None
+    install(FakeDriver(5, unknown=("temperature",)))
+    read = open_card("GPU-0")
+    assert read is not None
+    assert read() == UsageSample(utilisation=0.37, watts=451.25)
     install(FakeDriver(5, unknown=("power",)))
     assert open_card("GPU-0") is None
 
 
 def test_samples_are_averaged_and_counted_once() -> None:
-    given = iter([UsageSample(utilisation=1.0, watts=100.0), UsageSample(utilisation=0.5, watts=200.0)])
+    samples = UsageSample(utilisation=1.0, watts=100.0), UsageSample(utilisation=0.5, watts=200.0, celsius=61.0)
+    given = iter(samples)
     over: list[bool] = []
 
     def read() -> UsageSample:
@@ -183,7 +195,7 @@ def test_samples_are_averaged_and_counted_once() -> None:
         while not over:
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        assert usage.taken() == {"card_utilisation": 0.75, "card_watts": 150.0}
+        assert usage.taken() == {"card_utilisation": 0.75, "card_watts": 150.0, "card_celsius": 61.0}
         assert usage.taken() == {}
 
 

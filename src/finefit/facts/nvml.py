@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from statistics import fmean
 from typing import TypeVar
 
 import pynvml  # type: ignore[import-untyped]
@@ -49,6 +50,8 @@ class UsageSample:
     utilisation: float
     """Share of the time in which a kernel ran."""
     watts: float
+    celsius: float | None = None
+    """None if the driver does not report it."""
 
 
 Read = Callable[[], UsageSample]
@@ -165,7 +168,13 @@ def open_card(uuid: str) -> Read | None:
         with _driver():
             handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
             busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
-            return UsageSample(utilisation=busy / 100, watts=pynvml.nvmlDeviceGetPowerUsage(handle) / 1000)
+            return UsageSample(
+                utilisation=busy / 100,
+                watts=pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+                celsius=_unless_unknown(
+                    lambda: float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
+                ),
+            )
 
     try:
         read()
@@ -189,10 +198,11 @@ class CardUsage:
             samples, self._samples = self._samples, []
         if not samples:
             return {}
+        degrees = [sample.celsius for sample in samples if sample.celsius is not None]
         return {
-            "card_utilisation": round(sum(s.utilisation for s in samples) / len(samples), 3),
-            "card_watts": round(sum(s.watts for s in samples) / len(samples), 1),
-        }
+            "card_utilisation": round(fmean(sample.utilisation for sample in samples), 3),
+            "card_watts": round(fmean(sample.watts for sample in samples), 1),
+        } | ({"card_celsius": round(fmean(degrees), 1)} if degrees else {})
 
     def _sample(self) -> None:
         while self._read is not None and not self._over.wait(self._every):

@@ -20,7 +20,8 @@ _SMOOTH_SHARE = 0.04
 _SMALL = 4.3
 _MEASURES = {
     *("step", "epoch", "loss", "learning_rate", "grad_norm", "tokens", "supervised_tokens", "rows", "seconds"),
-    *("wait_seconds", "tokens_per_second", "time", "batch"),
+    *("wait_seconds", "forward_seconds", "backward_seconds", "update_seconds", "tokens_per_second", "time", "batch"),
+    *("card_utilisation", "card_watts", "card_celsius"),
 }
 """Keys of a step that have a plot of their own, or none; others, such as a preference margin, are measures of the
 objective."""
@@ -32,6 +33,8 @@ _MARKED = {
     "resumed": "resumed",
 }
 _MOST_MEASURES = 4
+_PHASES = {"wait": "waiting for rows", "forward": "forward", "backward": "backward", "update": "update"}
+_CARD = {"card_utilisation": "share of time in which the card computes", "card_watts": "power of the card in watts"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +85,11 @@ def small_plots(lines: TrainingLines) -> Iterator[tuple[str, Callable[[], str]]]
         if found := series(lines.steps, key):
             yield caption, partial(_curve, caption, found, None)
     if found := series(lines.steps, "seconds"):
-        waited = series(lines.steps, "wait_seconds")
-        yield "seconds per step", partial(_curve, "seconds per step", found, None, ("waiting for rows", waited))
+        parts = [(words, series(lines.steps, f"{key}_seconds")) for key, words in _PHASES.items()]
+        yield "seconds per step", partial(_curve, "seconds per step", found, None, [part for part in parts if part[1]])
+    for key, caption in _CARD.items():
+        if found := series(lines.steps, key):
+            yield caption, partial(_curve, caption, found, None)
     names = {name for line in lines.steps for name in line if name not in _MEASURES and _is_number(line[name])}
     for name in sorted(names)[:_MOST_MEASURES]:
         yield name, partial(_curve, name, series(lines.steps, name), None)
@@ -105,15 +111,15 @@ def _memory_plot(lines: TrainingLines) -> Iterator[tuple[str, Callable[[], str]]
         yield "memory, measured and planned", partial(svg_plot, "memory", draw, height=2.6, width=_SMALL)
 
 
-def _curve(name: str, points: Points, planned: float | None, below: tuple[str, Points] | None = None) -> str:
+def _curve(name: str, points: Points, planned: float | None, below: Sequence[tuple[str, Points]] = ()) -> str:
     def draw(axes: "Axes") -> None:
-        has_others = planned is not None or below is not None
+        has_others = planned is not None or bool(below)
         axes.plot(*_drawn(points), color=colour(0), linewidth=1.4, label="measured" if has_others else None)
         if planned is not None:
             axes.axhline(planned, color=colour(1), linewidth=1.2, linestyle="--", label="planned")
-        if below is not None:
-            axes.plot(*_drawn(below[1]), color=colour(1), linewidth=1.2, label=below[0])
-        if planned is not None or below is not None:
+        for number, (words, found) in enumerate(below, start=1):
+            axes.plot(*_drawn(found), color=colour(number), linewidth=1.2, label=words)
+        if has_others:
             axes.set_ylim(bottom=0)
         _finish(axes, "")
 

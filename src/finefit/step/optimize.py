@@ -21,6 +21,10 @@ from finefit.step.engine import SINGLE_PROCESS, Engine
 _LOSS = "loss"
 Decide = Callable[[Tensor], bool]
 """Given whether loss and gradient are finite, decides whether the update is applied."""
+Mark = Callable[[Literal["forward", "backward", "update"]], None]
+
+
+def _unmarked(_: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,7 @@ def optimizer_step(
     loss_scale: float = 1.0,
     idle: Sequence[Batch] = (),
     update: Literal["after", "inside"] = "after",
+    mark: Mark = _unmarked,
 ) -> StepOutcome:
     """loss = sum over what the objective counts / their number in the *global* batch, so any split into micro-batches
     gives the same gradient.
@@ -54,7 +59,7 @@ def optimizer_step(
     `count` is that number over all ranks; None if these batches are all. `loss_scale` is for fp16 and divided out again
     before anything is read. `idle` micro-batches run after the others with weight zero, so that every rank runs as many
     as the rank with the most. `update` covers all tensors after backward, or each tensor inside it if nothing is
-    clipped or accumulated."""
+    clipped or accumulated. `mark` is told where forward, backward and update begin."""
     whole = sum(objective.count(batch) for batch in batches) if count is None else count
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if update == "inside" and (loss_scale != 1.0 or idle):
@@ -62,7 +67,8 @@ def optimizer_step(
     if update == "inside" and len(batches) != 1:
         raise FinefitError(f"an update inside backward needs the step in one micro-batch, not in {len(batches)}")
     with _updated_inside(optimizer, parameters) if update == "inside" else nullcontext() as norms:
-        parts = _accumulate(batches, idle, forward, objective, engine, whole=whole, loss_scale=loss_scale)
+        parts = _accumulate(batches, idle, forward, objective, engine, whole=whole, loss_scale=loss_scale, mark=mark)
+    mark("update")
     means = {name: engine.sum(part) for name, part in parts.items()}
     loss = means.pop(_LOSS)
     if norms is None:
@@ -91,12 +97,15 @@ def _accumulate(
     *,
     whole: int,
     loss_scale: float,
+    mark: Mark,
 ) -> dict[str, Tensor]:
     """This rank's part of the means, by name."""
     parts: dict[str, Tensor] = {}
     for at, batch in enumerate((*batches, *idle)):
+        mark("forward")
         found, is_idle = objective(forward, batch), at >= len(batches)
         part = found.total * 0.0 if is_idle else found.total / whole
+        mark("backward")
         engine.backward(part if loss_scale == 1.0 else part * loss_scale, is_last=at == len(batches) + len(idle) - 1)
         measures = {name: value * 0.0 if is_idle else value / whole for name, value in found.measures.items()}
         for name, value in {_LOSS: part.detach(), **measures}.items():

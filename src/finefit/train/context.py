@@ -34,6 +34,7 @@ from finefit.step.state import FrozenSums
 from finefit.train.audit import Audit
 from finefit.train.ranks import Ranks
 from finefit.train.saver import Saver
+from finefit.train.step_clock import StepClock
 
 _STALL_SECONDS, _TIMES_A_STEP, _RECENT_STEPS = 600.0, 20, 50
 
@@ -238,6 +239,7 @@ class TrainContext:
     spikes: SpikeDetector
     watchdog: Watchdog
     usage: CardUsage
+    clock: StepClock
     measured_card: str | None = None
     """The card whose worst batch is run and compared with the prediction. None for several ranks, because one that ran
     out of memory would leave the others waiting, and on a CPU, where the system would kill the process. On a CPU the

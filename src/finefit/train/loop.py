@@ -137,7 +137,8 @@ def _scaled_step(
         own, idle = ([on_device(batch, ctx.stage.device) for batch in part] for part in (batches.own, batches.idle))
         if state.levers.update == "inside":
             ctx.audit.hear()
-        return optimizer_step(
+        ctx.clock.begin()
+        outcome = optimizer_step(
             own,
             forward=ctx.forward,
             objective=ctx.audit.watched(ctx.objective),
@@ -149,7 +150,10 @@ def _scaled_step(
             loss_scale=1.0 if scale is None else scale.scale,
             idle=idle,
             update=state.levers.update,
+            mark=ctx.clock.mark,
         )
+        ctx.clock.mark("end")
+        return outcome
 
     while True:
         random_before = random_state()
@@ -188,6 +192,7 @@ def _applied(
         rows=whole.rows,
         seconds=round(seconds, 4),
         wait_seconds=round(wait_seconds, 4),
+        **ctx.clock.taken(),
         tokens_per_second=round(whole.tokens / seconds, 1),
         **ctx.usage.taken(),
         time=round(time.time(), 3),

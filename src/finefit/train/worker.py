@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from finefit.data.image_check import ModelProcessor
 from finefit.data.render import open_renderer
 from finefit.errors import DiskFull, FindingError, FinefitError, RunError
 from finefit.facts.cards import find_kind
+from finefit.facts.files import free_bytes
 from finefit.facts.nvml import CardUsage, open_card
 from finefit.model.attention import attention_here
 from finefit.model.load import base_bits, counts, load_base, make_trainable, quiet, weight_dtype
@@ -60,6 +62,7 @@ from finefit.train.loop import train
 from finefit.train.ranks import Ranks, lost_peers, peers_lost, rank_group
 from finefit.train.reference import ReferencePass
 from finefit.train.saver import Saver, agreed_checkpoint
+from finefit.train.step_clock import StepClock
 from finefit.train.trackers import Tracking
 from finefit.train.validation import record_routing
 
@@ -82,7 +85,7 @@ def run_stage(
             keys = ("rank", "host", "pid", "device", "threads", "free_bytes")
             who = [{key: getattr(info, key) for key in keys} for info in infos]
             metrics.write(event="environment", **about, ranks=who)
-            note_memory = _memory_notes(memory, stage.device)
+            note_memory = _memory_notes(memory, stage.device, where.path)
             note_memory("start", 0)
             with BatchWorkers(num_workers(ranks.size)) as workers:
                 ctx, state = _make_context(where, stage, stop, ranks, metrics, note_memory, workers)
@@ -195,6 +198,7 @@ def _make_context(
         spikes=SpikeDetector(line["loss"] for line in read_steps(where.metrics)),
         watchdog=watchdog,
         usage=CardUsage(open_card(f"GPU-{uuid}") if uuid else None),
+        clock=StepClock(stage.device),
         measured_card=measured_card(stage.device, num_ranks=ranks.size),
     )
     if compose is not None and state.step == 0:
@@ -254,11 +258,14 @@ def _forward(model: nn.Module, stage: Stage, levers: Levers) -> Forward:
     return bind(model, loss_chunk=levers.loss_chunk, autocast=autocast, is_fused=is_fused, kernels=kernels)
 
 
-def _memory_notes(journal: Journal, device: str) -> Callable[[str, int], None]:
+def _memory_notes(journal: Journal, device: str, folder: Path) -> Callable[[str, int], None]:
     process = psutil.Process()
 
     def note(instant: str, step: int) -> None:
         values = {"resident_bytes": process.memory_info().rss}
+        values["host_free_bytes"] = psutil.virtual_memory().available
+        with suppress(OSError):  # a disk that does not answer is not a reason to stop
+            values["disk_free_bytes"] = free_bytes(folder)
         if device == "cuda":
             values |= {"allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}
         journal.write(instant=instant, step=step, time=round(time.time(), 3), peak_bytes=peak_bytes(device), **values)
