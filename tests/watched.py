@@ -11,10 +11,19 @@ from typing import Any
 from finefit.artifacts.atomic import Journal
 from finefit.artifacts.checkpoint import name_checkpoint, write_checkpoint
 from finefit.artifacts.forecasts import Plan
-from finefit.artifacts.records import Run, read_record, write_record
-from finefit.artifacts.rundir import RunDir
+from finefit.artifacts.records import (
+    FinishedStage,
+    PipelineState,
+    Run,
+    StageMemory,
+    StageState,
+    read_record,
+    write_record,
+)
+from finefit.artifacts.rundir import RunDir, StageDir
 from finefit.artifacts.stage_records import EvalItem, Stage
 from finefit.spec import Period
+from finefit.spec.load import parse_any, spec_to_json
 from finefit.spec.schema import Evaluation
 from tests.forecasts import GIB
 from tests.runs import make_run
@@ -43,6 +52,7 @@ class Watched:
 
     def memory(self, instant: str, step: int, gib: float) -> None:
         sizes = {"resident_bytes": int(3.1 * GIB), "allocated_bytes": int(gib * GIB), "reserved_bytes": int(gib * GIB)}
+        sizes |= {"host_free_bytes": int(41.5 * GIB), "disk_free_bytes": (700 - step) * GIB}
         with Journal(self.run.stages()[0].memory) as memory:
             memory.write(instant=instant, step=step, time=self.began, peak_bytes=int(gib * GIB), **sizes)
 
@@ -72,9 +82,13 @@ class Watched:
                 "rows": 16,
                 "seconds": STEP_SECONDS,
                 "wait_seconds": 0.04,
+                "forward_seconds": round(0.6 + noise / 4, 4),
+                "backward_seconds": round(1.2 - noise / 4, 4),
+                "update_seconds": 0.12,
                 "tokens_per_second": round(2048 + 800 * noise, 1),
                 "card_utilisation": round(0.93 + noise / 10, 3),
                 "card_watts": round(310 + 80 * noise, 1),
+                "card_celsius": round(71 - 12 * math.exp(-step / 15) + 4 * noise, 1),
                 "time": round(self.began + STEP_SECONDS * step, 3),
                 "batch": f"{step:016x}",
             }
@@ -127,3 +141,52 @@ def make_watched(
     watched = Watched(run, rate)
     watched.start()
     return watched
+
+
+PIPELINE = """\
+name: medical
+defaults:
+  data: {train: [{path: train.jsonl}]}
+  optimizer: {lr: 1e-4}
+stages:
+  sft: {kind: train, model: {kind: folder, path: model}}
+  pairs: {kind: make_pairs, train: [{path: train.jsonl}]}
+  dpo:
+    kind: train
+    model: {kind: stage, name: sft}
+    objective: {kind: dpo}
+    data: {train: [{path: stage://pairs/train.jsonl}]}
+  scores:
+    kind: evaluate
+    models: {dpo: {kind: stage, name: dpo}}
+    data: {test: {path: test.jsonl}}
+    evaluate: [{task: exact_match}]
+"""
+
+
+def make_watched_pipeline(folder: Path) -> RunDir:
+    """SFT and pairs are done, DPO runs on both, and scores wait."""
+    run, stages = RunDir(folder), folder / "stages"
+    sft, dpo = make_watched(stages / "1-sft"), make_watched(stages / "3-dpo")
+    sft.steps(120)
+    sft.end()
+    dpo.steps(64)
+    (stages / "2-pairs").mkdir()
+    memory = StageMemory(device="cuda", before_bytes=0, loaded_bytes=None, peak_bytes=20 * GIB, after_bytes=0)
+    for place, kind, seconds in (("1-sft", "train", 2713.0), ("2-pairs", "make_pairs", 211.0)):
+        own: dict[str, Any] = {"name": place[2:], "kind": kind, "seconds": seconds, "memory": memory}
+        done = FinishedStage(key="k", inputs={}, output_digest="d", finefit="1", **own)
+        write_record(StageDir(stages / place).done, done)
+    StageDir(stages / "3-dpo").begun.write_text("{}", encoding="utf-8")
+    states = (
+        StageState(name="sft", kind="train", place="stages/1-sft", status="done"),
+        StageState(name="pairs", kind="make_pairs", place="stages/2-pairs", status="done"),
+        StageState(name="dpo", kind="train", place="stages/3-dpo", status="running"),
+        StageState(name="scores", kind="evaluate", place="stages/4-scores", status="waiting"),
+    )
+    write_record(run.state, PipelineState(stages=states))
+    record = read_record(sft.run.run, Run)
+    write_record(run.run, replace(record, name="medical", kind="pipeline", status="running"))
+    run.spec_yaml.write_text(PIPELINE, encoding="utf-8")
+    run.spec_json.write_text(spec_to_json(parse_any(PIPELINE, where="spec.yaml")), encoding="utf-8")
+    return run

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from finefit.artifacts.processes import run_lock
+from finefit.artifacts.records import read_record
+from finefit.artifacts.rundir import RunDir, stage_of
+from finefit.artifacts.stage_records import Stage
+from finefit.web.linked_pages import LinkedPages
+from finefit.web.runs import Runs
+from finefit.web.watch import watch_app
 from tests.cli.conftest import Finefit, process, rewrite, started
+from tests.clients import client_of
 
 
 @pytest.mark.usefixtures("finished")
@@ -60,3 +67,19 @@ def test_ctrl_c_leaves_the_run_alone(finished: Path) -> None:
         out, err = watcher.communicate(timeout=30)
     assert (watcher.returncode, out, err) == (0, "runs/tiny-1 continues\n", "")
     assert json.loads((finished / "runs/tiny-1/run.json").read_text())["status"] == "running"
+
+
+def test_the_page_shows_training_rows_as_the_model_sees_them_and_which_text_is_supervised(finished: Path) -> None:
+    where = stage_of(RunDir(finished / "runs" / "tiny-1"))
+    with LinkedPages("127.0.0.1") as pages, client_of(watch_app(Runs(where.run), pages)) as client:
+        response = client.get("/api/run/tiny-1/rows?from=1")
+        assert client.get("/api/run/tiny-1/rows?from=x").status_code == 400
+    assert response.status_code == 200, response.text
+    found = response.json()
+    assert found["total"] == read_record(where.stage, Stage).num_rows
+    assert [row["title"] for row in found["rows"]] == [f"example {number}" for number in range(2, 7)]
+    for row in found["rows"]:
+        (prompt, is_prompt_supervised), *rest = row["pieces"]
+        assert prompt
+        assert not is_prompt_supervised
+        assert [text for text, is_supervised in rest if is_supervised]

@@ -20,7 +20,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from finefit.artifacts.processes import run_lock
 from tests.evals import make_item
-from tests.watched import Watched, make_watched
+from tests.runs import make_run
+from tests.watched import Watched, make_watched, make_watched_pipeline
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
@@ -109,7 +110,7 @@ def test_a_live_run_grows_is_killed_and_goes_on(browser: Browser, url: str, fold
     with _opened(browser, f"{url}run/orders-1") as opened:
         page = opened.page
         expect(page.locator("#status")).to_have_text("interrupted")
-        expect(page.locator("#next")).to_contain_text("It goes on where it saved with: finefit run")
+        expect(page.locator("#facts")).to_contain_text("It goes on where it saved with: finefit run")
         with run_lock(watched.run.lock):
             expect(page.locator("#status")).to_have_text("running")
             expect(_answer(page, 0)).to_contain_text("Yes: validation is at its lowest")
@@ -178,6 +179,7 @@ def test_two_runs_are_chosen_in_the_list_and_laid_over_each_other(browser: Brows
     with _opened(browser, url) as opened:
         page = opened.page
         expect(page.get_by_role("row")).to_have_count(4)
+        expect(page.get_by_role("progressbar", name="steps of orders-2")).to_have_attribute("value", "120")
         page.get_by_role("checkbox", name="choose orders-1").check()
         page.get_by_role("checkbox", name="choose orders-2").check()
         expect(page.locator("#commands")).to_contain_text("finefit compare")
@@ -186,6 +188,73 @@ def test_two_runs_are_chosen_in_the_list_and_laid_over_each_other(browser: Brows
         assert page.url.endswith("/run/orders-1?with=orders-2")
         page.reload()  # the address is stable
         expect(page.locator(".chart").first).to_contain_text("smoothed (orders-2)")
+
+
+def test_with_the_keyboard_alone_runs_are_overlaid_settings_compared_and_the_log_is_read(
+    browser: Browser, url: str, folder: Path
+) -> None:
+    spec = folder / "orders-1" / "spec.json"
+    spec.write_text(spec.read_text().replace('"rank": 4', '"rank": 8'))
+    with _opened(browser, f"{url}run/orders-1") as opened:
+        page = opened.page
+        expect(page.locator("#overlay")).to_be_visible()
+        _tab_to(page, "summary", "Overlay runs")
+        page.keyboard.press("Enter")
+        for name in ("orders-2", _HOSTILE):
+            _tab_to(page, "input", name)
+            page.keyboard.press("Space")
+            expect(page.locator(".chart").first).to_contain_text(f"smoothed ({name})")
+        _tab_to(page, "summary", "Settings and their sources")
+        page.keyboard.press("Enter")
+        _tab_to(page, "select", "")
+        page.keyboard.type("orders-2")
+        expect(page.locator("#differences")).to_contain_text("tuning.rank")
+        _tab_to(page, "summary", "Log")
+        page.keyboard.press("Enter")
+        expect(page.locator("#lines")).to_contain_text("loading the model")
+
+
+def _tab_to(page: Page, tag: str, text: str) -> None:
+    """The next element of this kind that begins with this text."""
+    focused = "[document.activeElement.localName, (document.activeElement.parentElement?.localName === 'label' ?"
+    focused += " document.activeElement.parentElement : document.activeElement).textContent.trim()]"
+    for _ in range(200):
+        page.keyboard.press("Tab")
+        found, words = page.evaluate(focused)
+        if found == tag and words.startswith(text):
+            return
+    raise AssertionError(f"{tag} {text} cannot be reached")
+
+
+def test_a_review_is_opened_after_confirmation_and_a_comparison_by_a_link(
+    browser: Browser, url: str, folder: Path
+) -> None:
+    make_run(folder / "done-1", results={"base": [0, 1], "checkpoint-6": [1, 1]})
+    with _opened(browser, f"{url}run/done-1") as opened:
+        page = opened.page
+        page.get_by_role("button", name="Judge answers blind").click()
+        page.get_by_role("button", name="Yes").click()
+        review = page.get_by_role("dialog").get_by_role("link")
+        expect(review).to_be_visible()
+        assert review.inner_text() != url
+        page.get_by_role("button", name="Close").click()
+        page.get_by_role("link", name="Compare with base").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("done-1:base and done-1:final")
+        assert page.locator("script").count() == 0
+
+
+def test_the_stages_of_a_pipeline_are_a_graph_and_each_has_its_page(browser: Browser, url: str, folder: Path) -> None:
+    make_watched_pipeline(folder / "medical-1")
+    with _opened(browser, f"{url}run/medical-1") as opened:
+        page = opened.page
+        places = {
+            name: page.locator(".stage", has_text=name).first.bounding_box() for name in ("sft", "pairs", "scores")
+        }
+        lefts = {name: place["x"] for name, place in places.items() if place is not None}
+        assert lefts["sft"] == lefts["pairs"] < lefts["scores"]
+        expect(page.locator(".stage[aria-current]")).to_contain_text("from")
+        page.locator(".stage", has_text="45 min 13 s").click()
+        expect(_answer(page, 2)).to_contain_text("step 120 of 120")
 
 
 def test_items_are_shown_and_only_the_wrong_ones_with_markup_as_text(browser: Browser, url: str) -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,22 @@ import httpx
 import pytest
 
 from finefit.artifacts.atomic import read_lines
+from finefit.artifacts.checkpoint import MANIFEST
 from finefit.artifacts.processes import run_lock
 from finefit.artifacts.records import PipelineState, StageState, write_record
 from finefit.errors import RunError
+from finefit.web.linked_pages import LinkedPages
 from finefit.web.runs import Runs
-from finefit.web.series import TrainingSeries
+from finefit.web.series import Columns, TrainingSeries
 from finefit.web.server import Token
 from finefit.web.watch import watch_app
 from tests.clients import ORIGIN, Client, client_of
-from tests.watched import Watched, make_watched
+from tests.runs import make_run
+from tests.watched import Watched, make_watched, make_watched_pipeline
 
 APIS = ("state", "series", "items", "plan", "log")
+MADE = ("/api/run/orders-1/rows", "/api/page/report?run=orders-1", "/api/page/compare?run=orders-1")
+"""What a process of its own answers."""
 PAGES = ("/", "/run/orders-1", "/files/run.js", "/files/runs.js", "/files/uplot.min.js", "/files/watch.css")
 
 
@@ -40,6 +46,15 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
+@contextmanager
+def _client_of(target: Path, token: Token | None = None) -> Iterator[Client]:
+    with (
+        LinkedPages("127.0.0.1") as pages,
+        client_of(watch_app(Runs(target), pages, token=token), token=token) as client,
+    ):
+        yield client
+
+
 @pytest.fixture
 def watched(runs: Path) -> Watched:
     found = make_watched(runs / "orders-1", results={"base": [0, 1], "checkpoint-20": [1, 1, 0]})
@@ -50,7 +65,7 @@ def watched(runs: Path) -> Watched:
 @pytest.fixture
 def client(watched: Watched, runs: Path) -> Iterator[Client]:
     assert watched.step == 45
-    with client_of(watch_app(Runs(runs))) as client:
+    with _client_of(runs) as client:
         yield client
 
 
@@ -90,7 +105,7 @@ def test_a_validation_that_rises_is_a_warning(client: Client, watched: Watched) 
 def test_curves_hold_every_step_with_validations_memory_and_marks(client: Client) -> None:
     found = _get(client, "series")
     assert found["steps"]["step"] == list(range(1, 46))
-    assert {"loss", "smoothed_loss", "learning_rate", "grad_norm", "waiting"} <= found["steps"]["columns"].keys()
+    assert {"loss", "smoothed_loss", "learning_rate", "grad_norm", "supervised"} <= found["steps"]["columns"].keys()
     assert found["validations"]["step"] == [20, 40]
     assert found["memory"]["columns"]["reserved_bytes"][-1] == pytest.approx(20.18 * 2**30, rel=1e-4)
     assert [mark for mark in found["marks"] if mark[1] == "saved"] == [[20, "saved"], [40, "saved"]]
@@ -112,7 +127,7 @@ def test_a_window_is_thinned_to_its_least_and_greatest_values(runs: Path) -> Non
     watched.steps(999)
     watched.steps(1000, loss=50.0)
     watched.steps(3000)
-    with client_of(watch_app(Runs(runs))) as client:
+    with _client_of(runs) as client:
         _get(client, "state", "long-1")
         found = _get(client, "series", "long-1", points=100)
         losses = found["steps"]["columns"]["loss"]
@@ -121,6 +136,42 @@ def test_a_window_is_thinned_to_its_least_and_greatest_values(runs: Path) -> Non
         near = _get(client, "series", "long-1", first=995, last=1004, points=100)
     assert near["steps"]["step"] == list(range(995, 1005))
     assert near["steps"]["columns"]["loss"][5] == 50.0
+
+
+def test_a_long_run_is_kept_in_little_memory_without_losing_a_spike_and_its_end_step_by_step() -> None:
+    columns, steps = Columns(), range(1, 1_500_001)
+    columns.add(0, {"loss": 1.0})
+    for first in range(1, len(steps), 2000):
+        part = range(first, first + 2000)
+        columns.extend(part, {"loss": [50.0 if step in (777_777, 1_499_999) else 1.0 for step in part]})
+    assert len(columns) < 400_000
+    assert list(columns.steps[-60_000:]) == list(range(1_440_001, 1_500_001))
+    assert list(columns.steps) == sorted(columns.steps)
+    shown, values = columns.thinned(0, 2**31 - 1, 1000)
+    spikes = [step for step, value in zip(shown, values["loss"], strict=True) if value == 50.0]
+    assert [round(step, -4) for step in spikes] == [780_000, 1_500_000]
+    columns.keep_until(700_000)
+    columns.add(700_001, {"loss": 2.0})
+    assert (columns.steps[-1], columns.last("loss")) == (700_001, 2.0)
+
+
+def test_lines_that_are_taken_together_give_what_they_give_one_by_one(watched: Watched) -> None:
+    where = watched.run.stages()[0]
+    watched.steps(60, loss=None)
+    watched.event("resumed", step=50, checkpoint="checkpoint-40")
+    watched.step = 50
+    watched.steps(55, card_watts="high")
+    watched.steps(70, margin=0.5)
+    together, alone = (TrainingSeries(where.metrics, where.memory) for _ in range(2))
+    alone.steps.can_extend = alone.memory.can_extend = lambda *_: False  # type: ignore[method-assign]
+    assert not together.read()
+    assert not alone.read()
+    assert together.thinned(0, 100, 1000) == alone.thinned(0, 100, 1000)
+    assert (together.instants, together.first_loss, together.recent) == (
+        alone.instants,
+        alone.first_loss,
+        alone.recent,
+    )
 
 
 def test_a_line_that_is_damaged_or_has_no_end_hides_no_other(client: Client, watched: Watched) -> None:
@@ -166,6 +217,74 @@ def test_settings_come_with_their_sources_and_the_differences_from_another_run(c
     assert found["differences"] == [{"key": "tuning.rank", "here": 4, "there": 8}]
 
 
+def test_a_comparison_and_a_report_are_pages_without_a_script(client: Client, runs: Path) -> None:
+    make_run(runs / "done-1", results={"base": [0, 1], "checkpoint-6": [1, 1]})
+    for path in ("compare?run=done-1", "report?run=done-1"):
+        response = client.get(f"/api/page/{path}")
+        assert response.status_code == 200, response.text
+        assert "done-1" in response.text
+        assert "script-src" not in response.headers["content-security-policy"]
+        assert response.headers["content-security-policy"].startswith("default-src 'none'; style-src 'unsafe-inline';")
+        assert "<script" not in response.text
+
+
+def test_only_pages_of_runs_that_are_there_are_made_and_a_failure_says_why(client: Client, runs: Path) -> None:
+    for path in (
+        "run?run=orders-1",
+        "compare",
+        "report?run=orders-1&run=orders-1",
+        "compare?run=../x",
+        "compare?run=x",
+    ):
+        assert client.get(f"/api/page/{path}").status_code == 404
+    response = client.get("/api/page/compare?run=orders-1")
+    assert (response.status_code, response.headers["content-type"]) == (422, "text/plain; charset=utf-8")
+    assert f"{runs / 'orders-1'} has no checkpoint final" in response.text
+
+
+def test_a_review_is_opened_once_recorded_and_ends_with_its_server(runs: Path) -> None:
+    done = make_run(runs / "done-1", results={"base": [0, 1], "checkpoint-6": [1, 1]})
+    with _client_of(runs) as client:
+        for body in ({"runs": ["done-1"]}, {"runs": [], "is_sure": True}, {"runs": ["done-1"], "is_sure": False}):
+            assert client.post("/api/review", json=body, headers=ORIGIN).status_code == 400
+        asked = {"runs": ["done-1:final"], "is_sure": True}
+        assert client.post("/api/review", json=asked, headers=ORIGIN).status_code == 404
+        asked = {"runs": ["done-1"], "is_sure": True}
+        first, again = (client.post("/api/review", json=asked, headers=ORIGIN).json() for _ in range(2))
+        assert first == again
+        assert first["url"].startswith("http://127.0.0.1:")
+        assert httpx.get(first["url"]).status_code == 200
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(first["url"])
+    actions = [line["action"] for line in read_lines(done.path / "logs" / "actions.jsonl")]
+    assert actions == ["review", "review"]
+
+
+def test_stages_have_a_place_in_the_graph_of_what_they_need_with_time_and_memory(tmp_path: Path) -> None:
+    runs = make_watched_pipeline(tmp_path / "runs" / "medical-1").path.parent
+    with _client_of(runs) as client:
+        stages = {stage["name"]: stage for stage in _get(client, "state", "medical-1")["stages"]}
+        assert {name: stage["depth"] for name, stage in stages.items()} == {"sft": 0, "pairs": 0, "dpo": 1, "scores": 2}
+        assert set(stages["dpo"]["needs"]) == {"sft", "pairs"}
+        assert (stages["sft"]["time"], stages["sft"]["peak_bytes"]) == ("45 min 13 s", 20 * 2**30)
+        assert _get(client, "state", "medical-1", stage="sft")["training"]["step"] == 120
+        assert client.get("/api/run/medical-1/state?stage=sfx").status_code == 404
+
+
+def test_the_newest_checkpoint_that_is_as_it_was_written_is_named(client: Client, watched: Watched) -> None:
+    assert _get(client, "state")["training"]["saved"] | {"time": 0} == {
+        "name": "checkpoint-40",
+        "how": "verified",
+        "time": 0,
+    }
+    watched.steps(60)
+    weights = watched.run.stages()[0].checkpoints / "checkpoint-60" / "adapter_model.safetensors"
+    weights.write_bytes(b"x" * weights.stat().st_size)
+    assert _get(client, "state")["training"]["saved"]["name"] == "checkpoint-40"
+    (weights.parent / MANIFEST).unlink()
+    assert _get(client, "state")["training"]["checkpoints"][-1]["problem"].endswith("is missing")
+
+
 def test_runs_are_listed_with_state_progress_and_best_score(client: Client, runs: Path) -> None:
     other = make_watched(runs / "orders-2")
     other.steps(120)
@@ -193,7 +312,7 @@ def test_a_run_whose_lock_cannot_be_read_hides_no_other(client: Client, runs: Pa
 
 
 def test_one_run_has_its_page_at_the_address_that_it_has_among_others(watched: Watched) -> None:
-    with client_of(watch_app(Runs(watched.run.path))) as client:
+    with _client_of(watched.run.path) as client:
         assert client.get("/").headers["location"] == "/run/orders-1"
         assert _get(client, "state")["name"] == "orders-1"
 
@@ -242,7 +361,9 @@ def test_no_other_file_is_served(client: Client, path: str) -> None:
     assert client.get(path).status_code == 404
 
 
-@pytest.mark.parametrize("path", [*PAGES, "/api/runs", *(f"/api/run/orders-1/{what}" for what in (*APIS, "live"))])
+@pytest.mark.parametrize(
+    "path", [*PAGES, "/api/runs", *(f"/api/run/orders-1/{what}" for what in (*APIS, "live")), *MADE]
+)
 def test_a_foreign_host_or_site_is_refused_everywhere(client: Client, path: str) -> None:
     assert client.get(path, headers={"Host": "evil.example:8000"}).status_code == 421
     assert client.get(path, headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
@@ -252,9 +373,13 @@ def test_a_foreign_host_or_site_is_refused_everywhere(client: Client, path: str)
 
 def test_with_a_token_nothing_of_a_run_is_told_before_it_was_given(watched: Watched) -> None:
     token = Token(secret="a-token-of-some-length", port=8000)
-    with client_of(watch_app(Runs(watched.run.path), token=token), token=token) as client:
+    with _client_of(watched.run.path, token) as client:
         for what in (*APIS, "live"):
             assert client.get(f"/api/run/orders-1/{what}").status_code == 401
+        for path in MADE:
+            assert client.get(path).status_code == 401
+        asked = {"runs": ["orders-1"], "is_sure": True}
+        assert client.post("/api/review", json=asked, headers=ORIGIN).status_code == 401
         assert client.get("/api/runs").status_code == 401
         assert client.post("/api/login", json={"token": token.secret}, headers=ORIGIN).status_code == 204
         assert _get(client, "state")["name"] == "orders-1"

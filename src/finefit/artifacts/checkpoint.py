@@ -117,6 +117,17 @@ def problems(checkpoint: Path, *, with_state: bool = True) -> list[str]:
         return [f"{error.filename or checkpoint} cannot be read: {error.strerror}"]
 
 
+def wrong_sizes(checkpoint: Path) -> list[str]:
+    """What can be said without reading the files: those that are missing, or not as long as the manifest says."""
+    try:
+        sizes = {name: size for name, (size, _) in listed_files(checkpoint).items()}
+        return [name for name, size in sizes.items() if (checkpoint / name).stat().st_size != size]
+    except RunError as error:
+        return [error.problem]
+    except OSError as error:
+        return [f"{error.filename or checkpoint} cannot be read: {error.strerror}"]
+
+
 def newest_verified(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, and a line for each newer one that does not."""
     rejected: list[str] = []

@@ -1,6 +1,5 @@
 """`finefit check`: proves what can be known before a run."""
 
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,11 +11,9 @@ from finefit.cli.console import AsJson, Runs, Set, announce_code, open_console, 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from finefit.data.render import Renderer
     from finefit.plan.prepared_data import PreparedData
     from finefit.spec.schema import Spec
 
-_MAX_REPEATED = 8
 _SHOW = "Show the first N training examples as the model will see them."
 
 
@@ -53,8 +50,9 @@ def check(
 
 
 def _show_examples(spec: "Spec", base: Path, prepared: "PreparedData", count: int, console: "Console") -> None:
-    from finefit.data.examples import Pair, open_examples
+    from finefit.data.examples import open_examples
     from finefit.data.render import open_renderer
+    from finefit.data.shown_rows import shown_rows
     from finefit.model.resolve_model import read_stub
     from finefit.report.check import show_example
 
@@ -63,26 +61,5 @@ def _show_examples(spec: "Spec", base: Path, prepared: "PreparedData", count: in
         return
     renderer = open_renderer(tokenizer, spec.data.template, template_options=spec.data.template_options)
     rows = open_examples(prepared.path("train.safetensors"))
-    for number in range(1, min(count, len(rows)) + 1):
-        row = rows[number - 1]
-        sides = {", preferred": row.chosen, ", rejected": row.rejected} if isinstance(row, Pair) else {"": row}
-        for side, example in sides.items():
-            runs = groupby(zip(example.tokens, example.supervised, strict=True), key=lambda pair: pair[1])
-            pieces = [(_text(renderer, [token for token, _ in run]), supervised) for supervised, run in runs]
-            show_example(f"example {number}{side}", pieces, console)
-
-
-def _text(renderer: "Renderer", tokens: list[int]) -> str:
-    """Shows a token that is repeated many times, as for an image, once with its count."""
-
-    def decoded(tokens: list[int]) -> str:
-        return str(renderer.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
-
-    runs = [(token, len(list(run))) for token, run in groupby(tokens)]
-    pieces: list[str] = []
-    for is_long, part in groupby(runs, key=lambda run: run[1] > _MAX_REPEATED):
-        if is_long:
-            pieces += [f"{decoded([token])} ({count:,} times) " for token, count in part]
-        else:
-            pieces.append(decoded([token for token, count in part for _ in range(count)]))
-    return "".join(pieces)
+    for row in shown_rows(rows, renderer.tokenizer, first=0, count=count):
+        show_example(row.title, row.pieces, console)

@@ -61,6 +61,7 @@ def watch(
 
 
 def show_page(target: Path, *, host: str, port: int, asks_token: bool, as_json: bool) -> None:
+    from finefit.web.linked_pages import LinkedPages
     from finefit.web.runs import Runs
     from finefit.web.server import serve_page
     from finefit.web.watch import watch_app
@@ -72,9 +73,15 @@ def show_page(target: Path, *, host: str, port: int, asks_token: bool, as_json: 
         if as_json:
             typer.echo(json.dumps({"url": address}))
 
-    serve_page(
-        lambda token: watch_app(runs, token=token), host=host, port=port, asks_token=asks_token, ready=ready, path="/"
-    )
+    with LinkedPages(host) as pages:
+        serve_page(
+            lambda token: watch_app(runs, pages, token=token),
+            host=host,
+            port=port,
+            asks_token=asks_token,
+            ready=ready,
+            path="/",
+        )
 
 
 def _status(recorded: str, pid: int | None) -> str:

@@ -4,7 +4,8 @@ twenty cost no more reading than one."""
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -13,12 +14,14 @@ from starlette.concurrency import run_in_threadpool
 
 from finefit.artifacts.atomic import Journal, write_text
 from finefit.artifacts.processes import holder_of, stop_holder
-from finefit.artifacts.records import FinishedStage, PipelineState, Run, StageState
+from finefit.artifacts.records import FinishedStage, PipelineState, Run, StageState, read_pipeline
 from finefit.artifacts.rundir import RunDir, StageDir, find_run, is_pipeline, is_run, models_of, open_any_run
 from finefit.errors import FinefitError, RunError
 from finefit.facts.files import free_bytes
+from finefit.report.layout import duration
 from finefit.report.run import format_memory
 from finefit.report.stage_summary import summary_lines
+from finefit.spec.pipeline import needs
 from finefit.web.training import Document, RecordReader, Training, stamp_of
 
 TICK_SECONDS = 1.0
@@ -41,6 +44,8 @@ class OpenRun:
         self._trainings: dict[Path, Training] = {}
         self._documents: dict[str, bytes] = {}
         self._read_at: dict[str, float] = {}
+        self._needs_stamp: tuple[int, int] | None = None
+        self._known_needs: Mapping[str, Sequence[str]] = {}
         self._lock = asyncio.Lock()
 
     async def document(self, stage: str) -> bytes:
@@ -53,6 +58,10 @@ class OpenRun:
                 self._documents[stage] = json.dumps(found, allow_nan=False, default=str).encode()
                 self._read_at[stage] = -TICK_SECONDS if is_behind else time.monotonic()
             return self._documents[stage]
+
+    def is_behind(self, stage: str) -> bool:
+        """Whether a journal was not read to its end."""
+        return self._read_at.get(stage, 0.0) < 0
 
     async def thinned(self, stage: str, first: int, last: int, num_points: int) -> bytes:
         async with self._lock:
@@ -75,8 +84,7 @@ class OpenRun:
         training = self.training(stage)
         if holder_of(self.run.lock) is None or (action != "stop" and (training is None or not self._runs(stage))):
             raise RunError(f"{self.name} does not train now", "start it again with `finefit run`")
-        with Journal(self.run.path / "logs" / "actions.jsonl") as actions:
-            actions.write(time=round(time.time(), 3), action=action, stage=stage)
+        record_action(self.run, action, stage=stage)
         if action != "stop":
             assert training is not None
             training.where.requests.mkdir(exist_ok=True)
@@ -121,7 +129,7 @@ class OpenRun:
                 found["training"] = training.document(is_running=pid is not None)
         except FinefitError as error:
             self.records.problems[self.run.path] = error.problem
-        found["stages"] = [_stage_document(self, state) for state in self._states()]
+        found["stages"] = self._stage_documents()
         found["stage"] = stage or _current(self._states())
         found["problems"] = list(self.records.problems.values())
         found["is_behind"] = is_behind
@@ -130,6 +138,52 @@ class OpenRun:
             sizes = {"memory": memory.total, "free_memory": memory.available, "free_disk": free_bytes(self.run.path)}
             found["host"] = {name: round(size / 2**30, 1) for name, size in sizes.items()}
         return found, is_behind
+
+    def _needs(self) -> Mapping[str, Sequence[str]]:
+        """The stages that each stage depends on; read again when the spec has changed."""
+        stamp = stamp_of(self.run.spec_json) if is_pipeline(self.run.path) else None
+        if stamp != self._needs_stamp:
+            self._needs_stamp, self._known_needs = stamp, {}
+            if stamp is not None:
+                with suppress(RunError):  # without the spec the stages are shown in their order
+                    stages = read_pipeline(self.run).stages
+                    self._known_needs = {name: needs(stage) for name, stage in stages.items()}
+        return self._known_needs
+
+    def _stage_documents(self) -> list[Document]:
+        """With their place in the graph of what they depend on; one after the other if that is not known."""
+        states, wanted = self._states(), self._needs()
+        if {state.name for state in states} != wanted.keys():
+            names = [state.name for state in states]
+            wanted = {name: names[max(0, at - 1) : at] for at, name in enumerate(names)}
+        return [self._stage_document(state, wanted) for state in states]
+
+    def _stage_document(self, state: StageState, wanted: Mapping[str, Sequence[str]]) -> Document:
+        where = StageDir(self.run.path / state.place)
+        found: Document = {"name": state.name, "kind": state.kind, "status": state.status, "reason": state.reason}
+        found |= {"needs": list(wanted.get(state.name, ())), "depth": _depth(state.name, wanted)}
+        if state.status == "running" and (begun := stamp_of(where.begun)) is not None:
+            training = self._trainings.get(where.path)
+            peak = training.peak_bytes() if training else None
+            return found | {"time": duration(max(0.0, time.time() - begun[0] / 1e9)), "peak_bytes": peak}
+        done = self.records.read(where.done, FinishedStage) if state.status == "done" else None
+        if done is None:
+            return found
+        peak = done.memory.peak_bytes if done.memory else None
+        lines = [format_memory(done.memory), *summary_lines(done.kind, done.summary)]
+        return found | {"time": duration(done.seconds), "peak_bytes": peak, "lines": lines}
+
+
+def record_action(run: RunDir, action: str, **details: object) -> None:
+    """logs/actions.jsonl holds what was asked for from the page."""
+    (run.path / "logs").mkdir(exist_ok=True)
+    with Journal(run.path / "logs" / "actions.jsonl") as actions:
+        actions.write(time=round(time.time(), 3), action=action, **details)
+
+
+def _depth(name: str, wanted: Mapping[str, Sequence[str]]) -> int:
+    """How many stages come before it, one after the other."""
+    return 1 + max((_depth(other, wanted) for other in wanted.get(name, ())), default=-1)
 
 
 def _note(status: str, path: Path) -> str:
@@ -143,17 +197,6 @@ def _current(states: Sequence[StageState]) -> str:
     running = [state.name for state in states if state.status == "running"]
     begun = [state.name for state in states if state.status != "waiting" and state.kind in ("train", "evaluate")]
     return next(iter([*running, *begun[-1:], *(state.name for state in states)]), "")
-
-
-def _stage_document(run: OpenRun, state: StageState) -> Document:
-    where = StageDir(run.run.path / state.place)
-    done = run.records.read(where.done, FinishedStage) if state.status == "done" else None
-    found: Document = {"name": state.name, "kind": state.kind, "status": state.status, "reason": state.reason}
-    if done is None:
-        return found
-    peak = done.memory.peak_bytes if done.memory else None
-    lines = [format_memory(done.memory), *summary_lines(done.kind, done.summary)]
-    return found | {"seconds": done.seconds, "peak_bytes": peak, "lines": lines}
 
 
 class Runs:
@@ -188,7 +231,8 @@ class Runs:
 
     def open(self, name: str) -> OpenRun:
         """Those that were asked for last stay open."""
-        if name not in self.names():
+        is_known = name in self._open and is_run(self._open[name].run.path)
+        if not is_known and name not in self.names():
             raise NoSuchRun
         found = self._open.pop(name, None) or self._new(name)
         self._open[name] = found
@@ -198,6 +242,13 @@ class Runs:
 
     def _new(self, name: str) -> OpenRun:
         return OpenRun(name, self._only or Path(self.folder or "", name))
+
+    def path_of(self, name: str) -> Path:
+        """Of `run`, or of `run/stage`; absolute, so that it is never taken for an option of a command."""
+        run, _, stage = name.partition("/")
+        found = self.open(run)
+        found.training(stage)  # refuses a stage that is not there
+        return found.run.path.absolute() / stage
 
     def listed(self) -> list[Document]:
         """A line for each run, newest first."""

@@ -1,14 +1,17 @@
 """The numbers of a run's journals as columns by step, read as they are appended, and thinned out for a plot: of each
-stretch of steps the least and the greatest value remain, so that no spike is lost."""
+stretch of steps the least and the greatest value remain, so that no spike is lost. The same is done to what is kept of
+a long run, so that memory does not grow with its length; the latest steps are kept one by one."""
 
 import json
+import time
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from math import ceil, isfinite, nan
+from operator import lt, truediv
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,20 @@ import numpy as np
 from finefit.report.live import JournalTail, describe_event
 
 Line = dict[str, Any]
+Numbers = dict[str, list[Any]]
+"""Columns of numbers by name, of lines that are all alike."""
+IsStep = Callable[[Line], bool]
+Take = Callable[[Line], None]
+TakeMany = Callable[[Sequence[Line], Numbers], bool]
 _REWINDS = ("started", "resumed", "rolled_back")
 _NOT_PLOTTED = ("step", "epoch", "rows", "time", "tokens", "supervised_tokens")
 _MAX_COLUMNS = 40
 _MAX_STEP = 2**31 - 1
-_SLICE_LINES = 20_000
-"""Lines per call: a journal that has grown for days is read in pieces, and the page shows what has been read."""
+_SLICE_LINES, _SLICE_SECONDS = 2000, 0.2
+"""A journal that has grown for days is read in pieces, and the page shows what has been read."""
+_KEPT_WHOLE = 2**16
+"""The latest steps, at least, are kept one by one; of those before, at most four times as many points."""
+_UNPLOTTED_MEMORY = ("allocated_bytes", "peak_bytes")
 _NUM_EVENTS = 2000
 _RECENT_STEPS = 50
 _NUM_CACHED = 32
@@ -34,6 +45,8 @@ class Columns:
     def __init__(self) -> None:
         self.steps = array("i")
         self.values: dict[str, array[float]] = {}
+        self._num_merged, self._stretch = 0, 4
+        """The first points stand for stretches of so many steps: the least and the greatest value of each."""
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -46,11 +59,43 @@ class Columns:
         self.steps.append(step)
         for name, column in self.values.items():
             column.append(values.get(name, nan))
+        if len(self.steps) > self._num_merged + 2 * _KEPT_WHOLE:
+            self._merge_oldest()
+
+    def can_extend(self, steps: Sequence[int], values: Mapping[str, Sequence[float]]) -> bool:
+        """Whether these steps come after all others and have no value that those lack."""
+        return bool(self.steps) and steps[0] > self.steps[-1] and values.keys() <= self.values.keys()
+
+    def extend(self, steps: Sequence[int], values: Mapping[str, Sequence[float]]) -> None:
+        """Adds many at once, which is several times as quick."""
+        self.steps.extend(steps)
+        for name, column in self.values.items():
+            column.extend(values.get(name) or [nan] * len(steps))
+        if len(self.steps) > self._num_merged + 2 * _KEPT_WHOLE:
+            self._merge_oldest()
+
+    def _merge_oldest(self) -> None:
+        first, end = self._num_merged, self._num_merged + _KEPT_WHOLE
+        self._merge(first, end, self._stretch)
+        self._num_merged += 2 * _KEPT_WHOLE // self._stretch
+        if self._num_merged >= 4 * _KEPT_WHOLE:
+            whole = self._num_merged // 4 * 4  # after a rewind the last stretch may lack points
+            self._merge(0, whole, 4)
+            self._num_merged -= whole // 2
+            self._stretch *= 2
+
+    def _merge(self, first: int, end: int, num_points: int) -> None:
+        """Each `num_points` points become two."""
+        kept = np.array(self.steps[first:end]).reshape(-1, num_points)[:, [0, num_points // 2]]
+        self.steps[first:end] = array("i", kept.ravel().tolist())
+        for column in self.values.values():
+            column[first:end] = array("f", _extremes(np.array(column[first:end]), num_points))
 
     def keep_until(self, step: int) -> None:
         """Drops the steps after this one, which another attempt has repeated or will."""
         if self.steps and self.steps[-1] > step:
             end = bisect_right(self.steps, step)
+            self._num_merged = min(self._num_merged, end)
             del self.steps[end:]
             for column in self.values.values():
                 del column[end:]
@@ -95,7 +140,10 @@ class TrainingSeries:
 
     def __init__(self, metrics: Path, memory: Path, *, smooth_steps: int = 20) -> None:
         self._weight = 2 / (smooth_steps + 1)
-        self._tails = (JournalTail(metrics), self._take), (JournalTail(memory), self._take_memory)
+        self._tails: Sequence[tuple[JournalTail, IsStep, TakeMany, Take]] = (
+            (JournalTail(metrics), _is_step, self._take_steps, self._take),
+            (JournalTail(memory), _is_memory_of_step, self._take_memories, self._take_memory),
+        )
         self._path = metrics
         self.steps, self.validations, self.memory = Columns(), Columns(), Columns()
         self.events: deque[Event] = deque(maxlen=_NUM_EVENTS)
@@ -110,27 +158,51 @@ class TrainingSeries:
         self._cached: dict[tuple[int, int, int], bytes] = {}
 
     def read(self) -> bool:
-        """Takes in the next lines; True if more are waiting."""
+        """Takes in the next lines, for as long as a viewer can wait; True if more are waiting."""
         before, was_behind, self.is_behind = self.num_lines, self.is_behind, False
-        for tail, take in self._tails:
+        until = time.monotonic() + _SLICE_SECONDS
+        for tail, is_step, take_many, take in self._tails:
             lines = tail.lines()
-            num_taken = 0
-            for line in islice(lines, _SLICE_LINES):
-                num_taken += 1
-                try:
-                    take(line)
-                except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
-                    self._tell(0, "damaged", f"a line of {self._path.name} is damaged: {type(error).__name__} {error}")
+            while part := list(islice(lines, _SLICE_LINES)):
+                self._take_slice(part, is_step, take_many, take)
+                self.num_lines += len(part)
+                if len(part) == _SLICE_LINES and time.monotonic() >= until:
+                    self.is_behind = True
+                    break
             lines.close()
-            self.num_lines += num_taken
-            self.is_behind |= num_taken == _SLICE_LINES
         if self.num_lines > before or was_behind:
             self._cached.clear()
         return self.is_behind
 
+    def _take_slice(self, lines: Sequence[Line], is_step: IsStep, take_many: TakeMany, take: Take) -> None:
+        """Lines of steps that follow each other are taken together if they are all alike."""
+        for are_steps, part in groupby(lines, key=is_step):
+            alike = list(part)
+            if are_steps and self._as_columns(alike, take_many):
+                continue
+            for line in alike:
+                try:
+                    take(line)
+                except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+                    self._tell(0, "damaged", f"a line of {self._path.name} is damaged: {type(error).__name__} {error}")
+
+    def _as_columns(self, lines: Sequence[Line], take_many: TakeMany) -> bool:
+        """False if one line has other keys than the first, no number where that has one, or no later step."""
+        first = lines[0]
+        if any(line.keys() != first.keys() for line in lines):
+            return False
+        names = [name for name, value in first.items() if type(value) in (int, float)]
+        columns = {name: [line[name] for line in lines] for name in names}
+        if not all(type(value) in (int, float) for column in columns.values() for value in column):
+            return False
+        steps = columns.get("step", ())
+        if not all(type(step) is int and 0 <= step <= _MAX_STEP for step in steps):
+            return False
+        return bool(steps) and all(map(lt, steps, steps[1:])) and take_many(lines, columns)
+
     def _take(self, line: Line) -> None:
         event = line.get("event")
-        if event is None and "loss" in line:
+        if _is_step(line):
             return self._take_step(line)
         if event in _REWINDS:
             self._rewind(_step_of(line))
@@ -146,14 +218,9 @@ class TrainingSeries:
 
     def _take_step(self, line: Line) -> None:
         step, values = _step_of(line), dict(_numbers(line))
-        loss, before = values.get("loss", nan), self.steps.last("smoothed_loss")
-        if loss == loss:
-            values["smoothed_loss"] = loss if before is None else before + (loss - before) * self._weight
-            self.first_loss = loss if self.first_loss is None or not len(self.steps) else self.first_loss
-        elif before is not None:
-            values["smoothed_loss"] = before
-        if values.get("seconds"):
-            values["waiting"] = values.get("wait_seconds", 0.0) / values["seconds"]
+        (smoothed,) = self._smoothed([values.get("loss", nan)])
+        if smoothed == smoothed:
+            values["smoothed_loss"] = smoothed
         if line.get("tokens"):
             values["supervised"] = float(line.get("supervised_tokens", 0)) / float(line["tokens"])
         self.steps.add(step, values)
@@ -161,14 +228,49 @@ class TrainingSeries:
             self._time = float(line["time"])
             self.recent.append((self._time, step))
 
+    def _take_steps(self, _: Sequence[Line], columns: Numbers) -> bool:
+        steps, values = columns["step"], {name: column for name, column in columns.items() if name not in _NOT_PLOTTED}
+        tokens, times = columns.get("tokens", ()), columns.get("time", ())
+        if not (tokens and times and all(tokens)) or not self.steps.can_extend(steps, values):
+            return False
+        values["supervised"] = list(map(truediv, columns.get("supervised_tokens", [0] * len(steps)), tokens))
+        values["smoothed_loss"] = self._smoothed(values["loss"])
+        self.steps.extend(steps, values)
+        self._time = times[-1]
+        self.recent.extend(islice(zip(times, steps, strict=True), max(0, len(steps) - _RECENT_STEPS), None))
+        return True
+
+    def _smoothed(self, losses: Sequence[float]) -> list[float]:
+        """The mean of the losses so far, the latest weighing most; a gap leaves it as it was."""
+        found, mean = [], self.steps.last("smoothed_loss")
+        if self.first_loss is None or not len(self.steps):
+            self.first_loss = next((loss for loss in losses if loss == loss), self.first_loss)
+        for loss in losses:
+            if loss == loss:
+                mean = loss if mean is None else mean + (loss - mean) * self._weight
+            found.append(nan if mean is None else mean)
+        return found
+
     def _take_memory(self, line: Line) -> None:
         step, values = _step_of(line), dict(_numbers(line))
         if self.memory and step < self.memory.steps[-1]:
             self.memory.keep_until(step)
+        self._note_instant(line, {name: [value] for name, value in values.items()})
+        self.memory.add(step, {name: value for name, value in values.items() if name not in _UNPLOTTED_MEMORY})
+
+    def _take_memories(self, lines: Sequence[Line], columns: Numbers) -> bool:
+        sizes = {name: column for name, column in columns.items() if name not in _NOT_PLOTTED}
+        plotted = {name: column for name, column in sizes.items() if name not in _UNPLOTTED_MEMORY}
+        if not self.memory.can_extend(columns["step"], plotted):
+            return False
+        self._note_instant(lines[0], sizes)
+        self.memory.extend(columns["step"], plotted)
+        return True
+
+    def _note_instant(self, line: Line, sizes: Numbers) -> None:
         kept = self.instants.setdefault(str(line["instant"]), {}) if len(self.instants) < _MAX_COLUMNS else {}
-        for name, value in values.items():
-            kept[name] = max(kept.get(name, 0), int(value))
-        self.memory.add(step, values)
+        for name, values in sizes.items():
+            kept[name] = max(kept.get(name, 0), int(max(values)))
 
     def _rewind(self, step: int) -> None:
         self.steps.keep_until(step)
@@ -212,6 +314,14 @@ def _columns_text(steps: list[int], columns: Mapping[str, list[float]]) -> str:
 
 def _number_text(value: float) -> str:
     return f"{value:.5g}" if abs(value) < float("inf") else "null"  # false for nan too
+
+
+def _is_step(line: Line) -> bool:
+    return "loss" in line and line.get("event") is None
+
+
+def _is_memory_of_step(line: Line) -> bool:
+    return line.get("instant") == "step"
 
 
 def _numbers(line: Line) -> Iterator[tuple[str, float]]:

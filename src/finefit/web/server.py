@@ -38,8 +38,13 @@ MAX_HEADER_BYTES = 16 << 10
 LOGIN = "/api/login"
 _HTTP = 80
 _KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
+POLICY = "Content-Security-Policy"
+STATIC_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Of a self-contained page with its styles in it, whose text is escaped and which has no script."""
 _HEADERS = {
-    "Content-Security-Policy": (
+    POLICY: (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
         "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     ),
@@ -99,7 +104,7 @@ class Guard:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
-                    headers[name] = value
+                    headers.setdefault(name, value)
             await send(message)
 
         refused = self._refusal(scope)

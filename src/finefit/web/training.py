@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from finefit.artifacts.atomic import parse_line
-from finefit.artifacts.checkpoint import list_checkpoints, listed_files, step_of
+from finefit.artifacts.checkpoint import MANIFEST, list_checkpoints, listed_files, problems, step_of, wrong_sizes
 from finefit.artifacts.forecasts import Forecast, Plan, Resolved
 from finefit.artifacts.reading import is_there, open_file
 from finefit.artifacts.records import Record, read_record
@@ -30,6 +30,8 @@ _FALLEN = 0.99
 _NUM_SHOWN_EVENTS = 100
 _SMOOTHED_PARTS = 50
 _TAIL_BYTES = 64 << 10
+_MAX_VERIFIED_BYTES = 256 << 20
+"""Of a checkpoint whose bytes are read once after it was written: a fraction of a second."""
 
 
 class RecordReader:
@@ -81,6 +83,8 @@ class Training:
 
     def __init__(self, run: RunDir, records: RecordReader) -> None:
         self._run, self._records = run, records
+        self._sizes: dict[Path, tuple[tuple[int, int] | None, int | None, str | None]] = {}
+        self._verified: dict[Path, tuple[tuple[int, int] | None, list[str]]] = {}
         self.where = next(iter(run.stages()), StageDir(run.path / "stages" / "1-none"))
         stage = records.read(self.where.stage, Stage)
         smooth_steps = min(max(stage.total_steps // _SMOOTHED_PARTS, 5), 200) if stage else 20
@@ -118,7 +122,8 @@ class Training:
             "answers": {name: _answer(answer) for name, answer in answers.items()},
             "instants": self.series.instants,
             "checkpoints": checkpoints,
-            "next": self._next(stage, checkpoints) if is_running else [],
+            "saved": self._saved(checkpoints),
+            "next": self._next(stage) if is_running else [],
         }
 
     def summary(self) -> Document:
@@ -237,21 +242,42 @@ class Training:
         found = []
         for path in list_checkpoints(folder):
             with_names = [name for name, target in named.items() if target == path.name]
-            try:
-                written = path.stat().st_mtime
-            except FileNotFoundError:  # the training has removed it since it was listed
+            stamp, written = stamp_of(path / MANIFEST), stamp_of(path)
+            if written is None:  # a newer one has just taken its place
                 continue
-            try:
-                size, problem = sum(size for size, _ in listed_files(path).values()), None
-            except RunError as error:
-                size, problem = None, error.problem
+            known = self._sizes.get(path)
+            if known is None or known[0] != stamp:
+                try:
+                    known = stamp, sum(size for size, _ in listed_files(path).values()), None
+                except RunError as error:
+                    known = stamp, None, error.problem
+                self._sizes[path] = known
+            _, size, problem = known
             loss = losses.get(step_of(path))
             about: Document = {"name": path.name, "step": step_of(path), "bytes": size, "problem": problem}
             about |= {"names": with_names, "validation_loss": _finite(loss)}
-            found.append(about | {"time": written})
+            found.append(about | {"time": written[0] / 1e9})
         return found
 
-    def _next(self, stage: Stage, checkpoints: Sequence[Document]) -> list[str]:
+    def _saved(self, checkpoints: Sequence[Document]) -> Document | None:
+        """The newest checkpoint that is as it was written, which a resumed run begins from. A large one is compared by
+        the sizes of its files alone: its bytes are verified when it is read."""
+        for one in reversed(checkpoints):
+            path = self.where.checkpoints / one["name"]
+            stamp = stamp_of(path / MANIFEST)
+            known = self._verified.get(path)
+            if known is None or known[0] != stamp:
+                if one["bytes"] is not None and one["bytes"] <= _MAX_VERIFIED_BYTES:
+                    found = problems(path)
+                else:
+                    found = [one["problem"]] if one["problem"] else wrong_sizes(path)
+                known = self._verified[path] = stamp, found
+            if not known[1]:
+                how = "verified" if one["bytes"] <= _MAX_VERIFIED_BYTES else "complete"
+                return {"name": one["name"], "how": how, "time": one["time"]}
+        return None
+
+    def _next(self, stage: Stage) -> list[str]:
         if self.series.step >= stage.total_steps:
             return []
         dues = {"save": stage.save.every}
@@ -260,8 +286,6 @@ class Training:
         said = [f"{what} {_when(every, self.series.step, stage)}" for what, every in dues.items()]
         if stage.evaluate:
             said.append(f"after the last step: evaluation on {', '.join(one.label for one in stage.evaluate)}")
-        if not checkpoints:
-            said.append("nothing is saved yet")
         return said
 
 

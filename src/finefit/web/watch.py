@@ -1,5 +1,5 @@
-"""The pages that follow runs: their list, and one run. They only read. The curves come as JSON, and what changes comes
-by server-sent events."""
+"""The pages that follow runs: their list, and one run. The curves come as JSON, and what changes comes by server-sent
+events. All else only reads; what is asked of a run, and each review that is opened, is recorded first."""
 
 import asyncio
 import json
@@ -12,23 +12,37 @@ from urllib.parse import quote
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from finefit.artifacts.reading import is_there, open_file, read_document, read_text
-from finefit.errors import FinefitError
+from finefit.artifacts.rundir import RunDir
+from finefit.errors import FinefitError, RunError
 from finefit.spec import Part
-from finefit.web.runs import TICK_SECONDS, Action, NoSuchRun, OpenRun, Runs
-from finefit.web.server import BadRequest, Token, bad_request, body_of, file_response, file_routes, login_route
+from finefit.web.linked_pages import FILE_OPTIONS, LinkedPages
+from finefit.web.runs import TICK_SECONDS, Action, NoSuchRun, OpenRun, Runs, record_action
+from finefit.web.server import (
+    POLICY,
+    STATIC_POLICY,
+    BadRequest,
+    Token,
+    bad_request,
+    body_of,
+    file_response,
+    file_routes,
+    login_route,
+)
 from finefit.web.training import Document, Training, is_wrong, item_document
 
 _SCRIPTS = ("run.js", "runs.js", "charts.js", "page.js", "panels.js")
 _FILES = {f"/files/{name}": name for name in (*_SCRIPTS, "watch.css")} | {"/run/{name}": "run.html"}
 _FILES |= {f"/files/{name}": f"vendor/{name}" for name in ("uplot.min.js", "uplot.min.css")}
 _MAX_POINTS, _MAX_STEP = 4000, 2**31 - 1
-_NUM_ITEMS = 20
+_NUM_ITEMS, _NUM_ROWS = 20, 5
+_MAX_COMPARED = 8
 _LOG_BYTES = 64 << 10
 _MAX_STREAMS, _MAX_TICKS = 100, 900
+_BEHIND_SECONDS = 0.02
 _QUIET_TICKS = 15
 """A comment after as many ticks without news keeps the connection open, and finds out whether anybody listens."""
 
@@ -40,7 +54,14 @@ class _Act(Part):
     """The page has asked for confirmation."""
 
 
-def watch_app(runs: Runs, *, token: Token | None = None) -> Starlette:
+class _Review(Part):
+    runs: list[str]
+    """One, or two that are judged against each other; a stage as run/stage."""
+    is_sure: Literal[True]
+
+
+def watch_app(runs: Runs, pages: LinkedPages, *, token: Token | None = None) -> Starlette:
+
     def run_of(request: Request) -> OpenRun:
         return runs.open(request.path_params["name"])
 
@@ -92,13 +113,40 @@ def watch_app(runs: Runs, *, token: Token | None = None) -> Starlette:
     async def log(request: Request) -> Response:
         return JSONResponse({"text": await run_in_threadpool(_log_tail, run_of(request))})
 
+    async def rows(request: Request) -> Response:
+        """Through a process of its own, which has the tokenizer."""
+        training = run_of(request).training(_stage_of(request))
+        if training is None:
+            raise NoSuchRun
+        first = _number(request, "from", 0, _MAX_STEP)
+        words = str(training.where.path), str(first), str(_NUM_ROWS)
+        return _json(await pages.answered("finefit.data.shown_rows", *words))
+
+    async def page(request: Request) -> Response:
+        verb, named = request.path_params["verb"], request.query_params.getlist("run")
+        if verb not in FILE_OPTIONS or not 0 < len(named) <= (1 if verb == "report" else _MAX_COMPARED):
+            raise NoSuchRun
+        try:
+            made = await pages.made(verb, [runs.path_of(one) for one in named])
+        except RunError as error:
+            return PlainTextResponse(error.problem, 422)
+        return Response(made, media_type="text/html; charset=utf-8", headers={POLICY: STATIC_POLICY})
+
+    async def review(request: Request) -> Response:
+        asked = await body_of(request, _Review)
+        if not 1 <= len(asked.runs) <= 2:
+            raise BadRequest
+        places = [runs.path_of(one) for one in asked.runs]
+        await run_in_threadpool(record_action, RunDir(places[0]), "review", runs=asked.runs)
+        return JSONResponse({"url": await pages.review(places)})
+
     async def act(request: Request) -> Response:
         asked, run = await body_of(request, _Act), run_of(request)
         await run_in_threadpool(run.act, asked.action, asked.stage)
         return Response(status_code=204)
 
     streams: set[object] = set()
-    asked = {"state": state, "live": live, "series": series, "items": items, "plan": plan, "log": log}
+    asked = {"state": state, "live": live, "series": series, "items": items, "plan": plan, "log": log, "rows": rows}
     return Starlette(
         routes=[
             Route("/", begin),
@@ -106,6 +154,8 @@ def watch_app(runs: Runs, *, token: Token | None = None) -> Starlette:
             Route("/api/runs", listed),
             *(Route(f"/api/run/{{name}}/{what}", answer) for what, answer in asked.items()),
             Route("/api/run/{name}/act", act, methods=["POST"]),
+            Route("/api/page/{verb}", page),
+            Route("/api/review", review, methods=["POST"]),
             login_route(token),
         ],
         exception_handlers={NoSuchRun: _not_there, BadRequest: bad_request, FinefitError: _unreadable},
@@ -126,7 +176,7 @@ async def _stream(
                 yield b"data: " + found + b"\n\n"
             elif tick % _QUIET_TICKS == 0:
                 yield b": no news\n\n"
-            await asyncio.sleep(TICK_SECONDS)
+            await asyncio.sleep(_BEHIND_SECONDS if run.is_behind(stage) else TICK_SECONDS)
             if is_ending():
                 return
     except (FinefitError, NoSuchRun) as error:

@@ -20,8 +20,9 @@ function faded(name, share) {
 }
 
 export class Chart {
-  // series: {label, colour, width, dash, points, faint}; lines: {value, label}; marks: [step, kind]
-  constructor(title, { format = number, isWide = false, zoom }) {
+  // ends: values that the y-axis always has; series: {label, colour, width, dash, points, faint}; lines: {value, label}; marks: [step, kind]
+  constructor(title, { format = number, isWide = false, ends = [], zoom }) {
+    this.ends = ends;
     this.format = format;
     this.zoom = zoom;
     this.lines = [];
@@ -82,9 +83,10 @@ export class Chart {
   }
 
   tall(low, high) {
-    const found = [low, high, ...this.lines.map((line) => line.value)].filter((value) => Number.isFinite(value));
+    const found = [low, high, ...this.ends, ...this.lines.map((line) => line.value)].filter((value) => Number.isFinite(value));
     if (!found.length) return [0, 1];
     const [least, most] = [Math.min(...found), Math.max(...found)];
+    if (this.ends.length > 1) return [Math.min(least, this.ends[0]), Math.max(most, this.ends[1])];
     const room = (most - least || Math.abs(most) || 1) * (this.lines.length ? 0.14 : 0.08);
     return [least >= 0 ? Math.max(0, least - room) : least - room, most + room];
   }
@@ -120,13 +122,20 @@ export class Chart {
     ctx.textBaseline = "bottom";
     for (const { value, label } of this.lines) {
       const top = Math.round(plot.valToPos(value, "y", true));
-      ctx.strokeStyle = ctx.fillStyle = colour("--dim");
+      ctx.strokeStyle = colour("--dim");
       ctx.setLineDash([5 * devicePixelRatio, 4 * devicePixelRatio]);
       ctx.beginPath();
       ctx.moveTo(bbox.left, top);
       ctx.lineTo(bbox.left + bbox.width, top);
       ctx.stroke();
-      ctx.fillText(`${label} ${this.format(value)}`, bbox.left + 6 * devicePixelRatio, top - 2 * devicePixelRatio);
+      const [words, left, size] = [`${label} ${this.format(value)}`, bbox.left + 6 * devicePixelRatio, 11 * devicePixelRatio];
+      const isAtTop = top - bbox.top < 1.5 * size;  // below the line then
+      ctx.fillStyle = colour("--box");
+      ctx.globalAlpha = 0.8;
+      ctx.fillRect(left - 2, isAtTop ? top + 2 : top - 1.3 * size, ctx.measureText(words).width + 4, 1.2 * size);
+      ctx.globalAlpha = 1;
+      ctx.fillStyle = colour("--dim");
+      ctx.fillText(words, left, isAtTop ? top + 1.3 * size : top - 2 * devicePixelRatio);
     }
     ctx.restore();
   }

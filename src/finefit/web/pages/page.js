@@ -40,6 +40,36 @@ export function table(heads, rows) {
   return element;
 }
 
+// a page that another verb makes of runs, or of stages as run/stage
+export function pageOf(verb, runs) {
+  return `/api/page/${verb}?${new URLSearchParams(runs.map((run) => ["run", run]))}`;
+}
+
+export function sure(text, act) {
+  at("sure-text").textContent = text;
+  at("sure-yes").hidden = false;
+  at("sure-no").textContent = "Cancel";
+  at("sure-no").onclick = () => at("sure").close();
+  at("sure-yes").onclick = () => {
+    at("sure").close();
+    act();
+  };
+  at("sure").showModal();
+}
+
+// opens a review after confirmation; browsers open no window by themselves, so its address is shown
+export function judge(runs) {
+  const what = runs.length > 1 ? "Which of two answers is better, without knowing whose it is" : "Whether an answer is good, item by item";
+  sure(`${what}: open a review of ${runs.join(" and ")}? It gets a page of its own; verdicts are kept in the run directory.`, async () => {
+    const found = await post("/api/review", { runs, is_sure: true });
+    if (!found) return;
+    at("sure-text").replaceChildren("The review is open: ", link(found.url, found.url));
+    at("sure-yes").hidden = true;
+    at("sure-no").textContent = "Close";
+    at("sure").showModal();
+  });
+}
+
 export function say(text) {
   at("message").textContent = text;
   at("message").hidden = !text;
@@ -82,7 +112,7 @@ export async function login() {
 }
 
 export function gib(bytes) {
-  return `${(bytes / 2 ** 30).toFixed(2)} GiB`;
+  return `${(bytes / 2 ** 30).toFixed(2)}\u00a0GiB`;
 }
 
 export function number(value) {

@@ -1,8 +1,9 @@
 // The parts of a run's page beside its curves. Each is drawn again only when what it shows has changed.
-import { at, button, gib, link, made, number, table } from "./page.js";
+import { ago, at, button, gib, link, made, number, table } from "./page.js";
 
 const drawn = new Map();
 const PHASES = ["load", "batch", "forward", "loss", "backward", "update", "validation", "generation"];
+const AFTER = { step: "after a step", start: "before the model", save: "at a save", end: "at the end" };
 const WORDS = { learning: "Is it learning?", memory: "Does it fit?", end: "When is it done?", best: "Best checkpoint" };
 
 function changed(id, value) {
@@ -29,12 +30,16 @@ export function answers(found) {
   }));
 }
 
-export function next(state) {
-  const training = state.training;
-  const host = state.host && `host: ${state.host.free_memory} of ${state.host.memory} GiB memory and ${state.host.free_disk} GiB disk free`;
-  const said = [state.note, training?.next?.length ? `Next: ${training.next.join("; ")}` : "", host].filter(Boolean);
-  at("next").textContent = said.join(" · ");
-  at("next").hidden = !said.length;
+export function facts(state) {
+  const { training, host } = state;
+  const saved = training?.saved;
+  const pairs = [
+    ["To go on", state.note],
+    ["Next", training?.next?.join("; ")],
+    ["Saved", saved ? `${saved.name}, ${saved.how}, ${ago(Date.now() / 1000 - saved.time)}` : training?.trains && "nothing yet"],
+    ["Host", host && `${host.free_memory} of ${host.memory} GiB memory and ${host.free_disk} GiB disk free`],
+  ].filter(([, text]) => text);
+  at("facts").replaceChildren(...pairs.flatMap(([title, text]) => [made("dt", title), made("dd", text)]));
 }
 
 export function stages(state, chosen) {
@@ -46,9 +51,13 @@ export function stages(state, chosen) {
     box.title = [one.reason, ...(one.lines ?? [])].join("\n");
     box.dataset.status = one.status;
     if (one.name === (chosen || state.stage).split("/")[0]) box.setAttribute("aria-current", "page");
-    const facts = [one.status, one.seconds && `${number(one.seconds)} s`, one.peak_bytes && gib(one.peak_bytes)].filter(Boolean);
-    box.append(made("strong", one.name), made("span", one.kind, "dim"), made("span", facts.join(" · ")));
-    return box;
+    const facts = [one.status, one.time, one.peak_bytes && gib(one.peak_bytes)].filter(Boolean);
+    const from = one.needs.length ? `${one.kind.replaceAll("_", " ")}, from ${one.needs.join(", ")}` : one.kind.replaceAll("_", " ");
+    box.append(made("strong", one.name), made("span", from, "dim"), made("span", facts.join(" · ")));
+    const place = made("div", undefined, one.needs.length ? "node" : "node first");
+    place.style.gridColumn = one.depth + 1;
+    place.append(box);
+    return place;
   }));
 }
 
@@ -100,8 +109,8 @@ export function checkpoints(training) {
   if (!found.length || !changed("saved", found)) return;
   const rows = [...found].reverse().map((one) => {
     const loss = one.validation_loss === null ? "" : number(one.validation_loss);
-    const size = one.bytes === null ? one.problem : `${(one.bytes / 2 ** 20).toFixed(1)} MiB`;
-    return { cells: [one.name, one.names.join(", "), loss, size, new Date(1000 * one.time).toLocaleString()] };
+    const size = one.bytes === null ? one.problem : `${(one.bytes / 2 ** 20).toFixed(1)}\u00a0MiB`;
+    return { cells: [one.name, one.names.join(", "), loss, size, new Date(1000 * one.time).toLocaleString([], { dateStyle: "short", timeStyle: "short" })] };
   });
   at("checkpoints").replaceChildren(table(["checkpoint", "", "validation loss", "size", "written"], rows));
 }
@@ -114,18 +123,30 @@ export function phases(training) {
   if (!changed("fit", value)) return;
   const held = (found) => found && (found.allocated_bytes ?? found.resident_bytes);
   const same = { load: "loaded" };
+  const peak = Math.max(0, ...Object.values(measured).map((found) => found.peak_bytes ?? 0));
+  const most = Math.max(peak, value.peak ?? 0, ...Object.values(planned), ...Object.values(measured).map(held));
   const rows = Object.entries(planned).sort(([one], [other]) => PHASES.indexOf(one) - PHASES.indexOf(other)).map(([name, bytes]) => {
     const found = held(measured[same[name] ?? name]);
-    return { cells: [name, gib(bytes), found ? gib(found) : ""] };
+    return { cells: [name, bars(bytes, found, most), gib(bytes), found ? gib(found) : ""] };
   });
   const used = new Set(Object.keys(planned).map((name) => same[name] ?? name));
   for (const [name, found] of Object.entries(measured)) {
-    if (!used.has(name)) rows.push({ cells: [name, "", gib(held(found))] });
+    if (!used.has(name)) rows.push({ cells: [AFTER[name] ?? name, bars(0, held(found), most), "", gib(held(found))] });
   }
-  const peak = Math.max(0, ...Object.values(measured).map((found) => found.peak_bytes ?? 0));
-  rows.push({ cells: ["peak", value.peak ? gib(value.peak) : "", peak ? gib(peak) : ""], kind: "best" });
+  rows.push({ cells: ["peak", bars(value.peak, peak, most), value.peak ? gib(value.peak) : "", peak ? gib(peak) : ""], kind: "best" });
   const note = training.planned?.device === "cpu" ? made("p", "The plan counts tensors; measured is the whole process.", "dim") : "";
-  at("phases").replaceChildren(table(["phase", "planned", "measured"], rows), note);
+  at("phases").replaceChildren(table(["phase", "", "planned", "measured"], rows), note);
+}
+
+// planned above, measured below
+function bars(planned, measured, most) {
+  const box = made("div", undefined, "bars");
+  for (const [kind, bytes] of [["planned", planned], ["measured", measured]]) {
+    const bar = made("div", undefined, kind);
+    bar.style.width = `${(100 * (bytes ?? 0)) / most}%`;
+    box.append(bar);
+  }
+  return box;
 }
 
 export function events(training) {
@@ -146,7 +167,31 @@ export function settings(found) {
   at("settings").replaceChildren(table(["setting", "value", "source"], rows), made("h3", "spec.yaml"), made("pre", found.spec));
 }
 
-const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+export function differences(found, here, there) {
+  at("differences").replaceChildren();
+  if (!found) return;
+  const rows = found.differences.map((one) => ({ cells: [one.key, text(one.here), text(one.there)] }));
+  at("differences").append(rows.length ? table(["setting", here, there], rows) : made("p", "All settings are equal."));
+}
+
+export async function rows(fetchRows, from = 0) {
+  if (!from && at("examples").childElementCount) return;
+  at("examples").replaceChildren(made("p", "Reading …", "dim"));
+  const found = await fetchRows({ from });
+  if (!found) return void at("examples").replaceChildren();
+  const bar = made("div", undefined, "line");
+  bar.append(made("span", found.rows.length ? `rows ${from + 1} to ${from + found.rows.length} of ${found.total.toLocaleString("en")}` : "none", "dim"), made("mark", "supervised"));
+  if (from + found.rows.length < found.total) bar.append(button("next rows", () => rows(fetchRows, from + found.rows.length)));
+  at("examples").replaceChildren(bar, ...found.rows.map((row) => {
+    const box = made("article", undefined, "item");
+    const shown = made("div", undefined, "words");
+    shown.append(...row.pieces.map(([piece, isSupervised]) => made(isSupervised ? "mark" : "span", piece)));
+    box.append(made("h4", row.title), shown);
+    return box;
+  }));
+}
+
+const text = (value) => (value === null || value === undefined) ? "–" : (typeof value === "string" ? value : JSON.stringify(value));
 
 export function log(found) {
   if (!found) return;

@@ -1,12 +1,14 @@
 // The page of one run: what changes comes by server-sent events, the curves are fetched when there are new ones.
 import { Chart, isMark } from "./charts.js";
-import { at, get, link, login, made, number, post, say } from "./page.js";
+import { at, button, get, judge, link, login, made, number, pageOf, post, say, sure } from "./page.js";
 import * as panels from "./panels.js";
 
 const name = decodeURIComponent(location.pathname.split("/")[2]);
 const query = new URLSearchParams(location.search);
 const root = `/api/run/${encodeURIComponent(name)}`;
 const SERIES_MS = 1500;
+const LOG_MS = 3000;
+const RUNS = ["--violet", "--teal", "--rose", "--ochre", "--slate"];
 const GIB = 2 ** 30;
 const share = (value) => `${number(100 * value)} %`;
 
@@ -35,23 +37,39 @@ function planned() {
   const plan = state.training?.planned ?? {};
   const memory = series.memory.columns.reserved_bytes ? "reserved_bytes" : "resident_bytes";
   const limits = [{ value: plan.peak_bytes / GIB, label: "planned" }, { value: plan.budget_bytes / GIB, label: "room" }];
+  const speed = [{ value: plan.tokens_per_second, label: "planned" }];
   const known = [
     ["Loss", ["loss", "smoothed_loss", "validation_loss"], { isWide: true, isMarked: true }],
+    ["Rewards", ["rewards_chosen", "rewards_rejected"], {}],
+    ["Margin of rewards", ["margin"], {}],
+    ["Pairs ranked right", ["accuracy"], { format: share, ends: [0, 1] }],
     ["Learning rate", ["learning_rate"], {}],
     ["Gradient norm", ["grad_norm"], {}],
-    ["Tokens per second", ["tokens_per_second"], { lines: [{ value: plan.tokens_per_second, label: "planned" }] }],
-    [plan.device === "cuda" ? "Memory reserved" : "Memory of the process", [memory], { format: (value) => `${number(value)} GiB`, lines: limits }],
-    ["Time waiting for data", ["waiting"], { format: share }],
-    ["Supervised share of tokens", ["supervised"], { format: share }],
-    ["Card in use", ["card_utilisation"], { format: share }],
-    ["Card power, W", ["card_watts"], {}],
+    ["Tokens per second", ["tokens_per_second"], { lines: speed }],
+    [plan.device === "cuda" ? "Memory reserved" : "Memory of the process", [memory], { format: inGiB, lines: limits }],
+    ["Time of a step", PARTS, { format: (value) => `${number(value)} s`, lines: [{ value: plan.step_seconds, label: "planned" }], ends: [0] }],
+    ["Supervised share of tokens", ["supervised"], { format: share, ends: [0] }],
+    ["Card in use", ["card_utilisation"], { format: share, ends: [0, 1] }],
+    ["Card power", ["card_watts"], { format: (value) => `${number(value)} W`, ends: [0] }],
+    ["Card temperature", ["card_celsius"], { format: (value) => `${number(value)} °C` }],
+    ["Host memory free", ["host_free_bytes"], { format: inGiB, ends: [0] }],
+    ["Disk free", ["disk_free_bytes"], { format: inGiB, ends: [0] }],
   ];
-  const used = new Set([...known.flatMap(([, columns]) => columns), "seconds", "wait_seconds"]);
+  const used = new Set(known.flatMap(([, columns]) => columns));
   const rest = [...Object.keys(series.steps.columns), ...Object.keys(series.validations.columns)].filter((column) => !used.has(column));
   return [...known, ...[...new Set(rest)].map((column) => [column.replaceAll("_", " "), [column], {}])];
 }
 
+const inGiB = (value) => `${number(value)} GiB`;
+const PARTS = ["seconds", "wait_seconds", "forward_seconds", "backward_seconds", "update_seconds"];
 const STYLES = {
+  rewards_chosen: { label: "chosen", colour: "--good" },
+  rewards_rejected: { label: "rejected", colour: "--bad" },
+  seconds: { label: "whole", colour: "--accent" },
+  wait_seconds: { label: "waiting for rows", colour: "--bad" },
+  forward_seconds: { label: "forward", colour: "--violet" },
+  backward_seconds: { label: "backward", colour: "--orange" },
+  update_seconds: { label: "update", colour: "--good" },
   loss: { label: "loss", colour: "--accent", width: 1, faint: true },
   smoothed_loss: { label: "smoothed", colour: "--accent", width: 2 },
   validation_loss: { label: "validation", colour: "--orange", width: 1.5, points: true },
@@ -79,16 +97,17 @@ function drawCharts() {
   const step = series.steps.step;
   at("curves").hidden = !step.length && !series.memory.step.length;
   const marks = series.marks.filter(isMark);
-  for (const [title, columns, { lines = [], format, isWide, isMarked }] of planned()) {
+  for (const [title, columns, { lines = [], format, isWide, isMarked, ends }] of planned()) {
     let [tables, styles] = tablesOf(series, columns, "", {});
     if (!tables.length) continue;
-    for (const [other, found] of Object.entries(others)) {
-      const [more, theirs] = tablesOf(found, columns.filter((column) => column !== "loss"), ` (${other})`, { colour: "--violet", dash: [6, 4] });
+    const shared = columns === PARTS ? ["seconds"] : columns.filter((column) => column !== "loss");
+    for (const [place, [other, found]] of Object.entries(others).entries()) {
+      const [more, theirs] = tablesOf(found, shared, ` (${other})`, { colour: RUNS[place % RUNS.length], dash: [6, 4] });
       tables = [...tables, ...more];
       styles = [...styles, ...theirs];
     }
     if (!charts.has(title)) {
-      charts.set(title, new Chart(title, { format, isWide, zoom }));
+      charts.set(title, new Chart(title, { format, isWide, ends, zoom }));
       at("charts").append(charts.get(title).box);
     }
     charts.get(title).draw(uPlot.join(tables), styles, { lines, marks: isMarked ? marks : [], range });
@@ -112,6 +131,12 @@ async function fetchSeries() {
   } finally {
     setTimeout(() => { isFetching = false; refresh(); }, SERIES_MS);
   }
+}
+
+async function refreshLog() {
+  if (!at("log").open) return;
+  if (!document.hidden) panels.log(await get(asked("log")));
+  setTimeout(refreshLog, LOG_MS);
 }
 
 async function fetchOthers(more) {
@@ -157,10 +182,11 @@ function show(next) {
   panels.answers(training?.answers);
   at("actions").hidden = next.pid === null;
   for (const action of ["save", "validate"]) at(action).hidden = !training?.trains || training.step >= training.total_steps;
-  panels.next(next);
+  panels.facts(next);
   panels.stages(next, stage());
   panels.scores(training, (more) => get(asked("items", more)));
   panels.checkpoints(training);
+  at("rows").hidden = !training?.trains;
   panels.phases(training);
   panels.events(training);
   refresh();
@@ -181,37 +207,53 @@ const ACTIONS = {
 };
 
 function askFor(action) {
-  at("sure-text").textContent = ACTIONS[action];
-  at("sure-yes").onclick = async () => {
-    at("sure").close();
+  sure(ACTIONS[action], async () => {
     const done = await post(`${root}/act`, { action, stage: stage(), is_sure: true });
     if (done) say("Requested; it happens after the current step.");
-  };
-  at("sure").showModal();
+  });
 }
 
 async function links() {
+  at("links").append(link("Report", pageOf("report", [path()])));
+  if (state.training?.evaluations?.length && state.status === "finished") {
+    at("links").append(link("Compare with base", pageOf("compare", [path()])));
+    at("judging").append(button("Judge answers blind …", () => judge([path()])));
+  }
   const found = await get("/api/runs");
-  if (!found || found.runs.length < 2) return;
+  const names = (found?.runs ?? []).map((run) => run.name).filter((other) => other !== name);
+  if (!names.length) return;
   at("links").append(link("All runs", "/"));
-  const select = at("overlay");
-  select.parentElement.hidden = false;
-  select.append(made("option", "none"), ...found.runs.filter((run) => run.name !== name).map((run) => made("option", run.name)));
-  select.options[0].value = "";
-  select.value = query.get("with") ?? "";
-  select.addEventListener("change", () => {
-    query.delete("with");
-    if (select.value) query.set("with", select.value);
-    history.replaceState(null, "", `?${query}`);
-    shownLines = -1;
-    isFetching = false;
-    fetchSeries();
+  at("overlay").hidden = at("against").hidden = false;
+  at("overlays").append(...names.map((other) => {
+    const label = made("label");
+    const box = made("input");
+    box.type = "checkbox";
+    box.checked = query.getAll("with").includes(other);
+    box.addEventListener("change", () => overlay(other, box.checked));
+    label.append(box, ` ${other}`);
+    return label;
+  }));
+  at("other").append(new Option("another run …", ""), ...names.map((other) => new Option(other)));
+  at("other").addEventListener("change", async () => {
+    const other = at("other").value;
+    panels.differences(other && (await get(asked("plan", { against: other }))), name, other);
   });
+}
+
+const path = () => (stage() ? `${name}/${stage()}` : name);
+
+function overlay(other, isShown) {
+  const names = query.getAll("with").filter((one) => one !== other);
+  query.delete("with");
+  for (const one of isShown ? [...names, other] : names) query.append("with", one);
+  history.replaceState(null, "", `?${query}`);
+  shownLines = -1;
+  isFetching = false;
+  fetchSeries();
 }
 
 function wire() {
   for (const action of Object.keys(ACTIONS)) at(action).addEventListener("click", () => askFor(action));
-  at("sure-no").addEventListener("click", () => at("sure").close());
   at("whole").addEventListener("click", () => zoom(null));
   document.addEventListener("keydown", keys);
   document.addEventListener("visibilitychange", () => (document.hidden ? source.close() : listen()));
@@ -221,7 +263,8 @@ function wire() {
     drawCharts();
   });
   panels.onOpen(at("plan"), async () => panels.settings(await get(asked("plan"))));
-  panels.onOpen(at("log"), async () => panels.log(await get(asked("log"))));
+  panels.onOpen(at("log"), refreshLog);
+  panels.onOpen(at("rows"), () => panels.rows((more) => get(asked("rows", more))));
 }
 
 await login();

@@ -1,5 +1,5 @@
 // The list of runs. Two that are chosen can be laid over each other.
-import { ago, at, get, link, login, made, number, table } from "./page.js";
+import { ago, at, button, get, judge, link, login, made, number, pageOf, table } from "./page.js";
 
 const REFRESH_MS = 3000;
 const chosen = new Set();
@@ -18,7 +18,14 @@ function row(run) {
   });
   const pill = made("span", run.status, "pill");
   pill.dataset.status = run.status;
-  const steps = run.total_steps ? `${number(run.step ?? 0)} of ${number(run.total_steps)}` : "";
+  const steps = made("div", run.total_steps ? `${number(run.step ?? 0)} of ${number(run.total_steps)}` : "");
+  if (run.total_steps) {
+    const bar = made("progress");
+    bar.max = run.total_steps;
+    bar.value = run.step ?? 0;
+    bar.setAttribute("aria-label", `steps of ${run.name}`);
+    steps.append(bar);
+  }
   const when = run.time ? ago(Date.now() / 1000 - run.time) : "";
   const loss = run.loss === undefined ? "" : number(run.loss);
   const cost = run.cost ? `$${run.cost.toFixed(2)}` : "";
@@ -27,16 +34,19 @@ function row(run) {
 
 function commands() {
   const names = [...chosen];
-  at("commands").hidden = !names.length;
   at("commands").replaceChildren();
-  if (!names.length) return;
+  if (!names.length) return void at("commands").append(made("span", "Choose runs to lay their curves over each other, to compare their scores, or to judge their answers.", "dim"));
   const [first, ...rest] = names;
+  const bar = made("div", undefined, "line");
   if (rest.length) {
     const others = rest.map((name) => `with=${encodeURIComponent(name)}`).join("&");
-    at("commands").append(link("Overlay their curves", `/run/${encodeURIComponent(first)}?${others}`), made("br"));
+    bar.append(link("Overlay their curves", `/run/${encodeURIComponent(first)}?${others}`));
   }
+  bar.append(link(rest.length ? "Compare their scores" : "Compare with its base", pageOf("compare", names)));
+  if (names.length < 3) bar.append(button("Judge answers blind …", () => judge(names)));
   const paths = names.map((name) => `${folder}/${name}`).join(" ");
-  at("commands").append(made("code", `finefit compare ${paths}`), made("br"), made("code", `finefit review ${names.slice(0, 2).map((name) => `${folder}/${name}`).join(" ")}`));
+  bar.append(made("code", `finefit compare ${paths}`, "dim"));
+  at("commands").append(bar);
 }
 
 async function refresh() {
@@ -54,4 +64,5 @@ async function refresh() {
 }
 
 await login();
+commands();
 refresh();
