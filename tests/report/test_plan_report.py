@@ -226,6 +226,16 @@ def test_the_document_has_every_promised_key() -> None:
     assert first["changes"] == ["levers.recompute=all", "levers.loss_chunk=512"]
 
 
+def test_a_peak_is_in_a_module_and_in_an_operation_that_computes_something() -> None:
+    for operation, place in (
+        ("aten::empty_strided", "layers.3.mlp"),
+        ("aten::empty.memory_format", "layers.3.mlp"),
+        ("aten::_log_softmax_backward_data", "layers.3.mlp, log_softmax backward"),
+    ):
+        text = shown(make_forecast(peak_module="layers.3.mlp", peak_operation=operation), 120)
+        assert [line.partition("peak in ")[2] for line in text.splitlines() if "peak in " in line] == [place]
+
+
 def test_a_table_of_cards_shows_the_change_that_a_card_alone_is_shown_first() -> None:
     """Not a faster one with more changes, of which the second does no good."""
     both = make_suggestion("optimizer.kind=adamw_8bit", *LOSSY.changes, is_exact=False, step_seconds=0.5)
