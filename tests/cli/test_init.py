@@ -80,6 +80,7 @@ def test_a_spec_in_another_folder_finds_rows_and_model(finefit: Finefit) -> None
     assert finefit("plan", "specs/mine.yaml", "--json").document["fits"]
 
 
+@pytest.mark.slow  # changes that would make it fit are rehearsed
 def test_a_model_that_does_not_fit_is_written_and_ends_with_one(finefit: Finefit) -> None:
     answer = finefit("init", "train.jsonl", "--model", "tiny", "--card", "500MiB", "--json")
     assert (answer.code, answer.document["fits"]) == (1, False)
