@@ -24,6 +24,7 @@ from finefit.artifacts.rundir import RunDir
 from finefit.cli import FAULT, main
 from finefit.review.items import RunTarget, review_set_of_runs
 from finefit.review.session import open_session
+from finefit.web.linked_pages import LinkedPages
 from finefit.web.runs import Runs
 from finefit.web.watch import watch_app
 from tests.clients import client_of
@@ -171,7 +172,7 @@ def look_at_page(run: Path) -> dict[str, tuple[int, Any]]:
     be a fault of ours."""
     told: dict[str, tuple[int, Any]] = {}
     for runs in (Runs(run.parent), Runs(run)):
-        with client_of(watch_app(runs)) as client:
+        with LinkedPages("127.0.0.1") as pages, client_of(watch_app(runs, pages)) as client:
             for asked in ("/api/runs", *(f"/api/run/{run.name}/{one}" for one in ASKED_OF_THE_PAGE)):
                 response = client.get(asked)
                 assert response.status_code < 500, (asked, response.text)

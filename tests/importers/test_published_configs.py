@@ -112,8 +112,8 @@ def test_no_key_of_a_published_config_is_dropped_silently_and_the_text_is_the_sp
 def test_nearly_every_published_training_can_be_planned(
     configs: tuple[Published, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where the plan refuses the model itself, which transformers or finefit lacks, or whose weights are packed, a
-    plain shape shows that the rest of the spec can be planned."""
+    """Where the plan refuses the model itself, which transformers or finefit lacks, whose weights are packed, or whose
+    layers have other names, a plain shape shows that the rest of the spec can be planned."""
     trainings = [one for one in configs if one.is_training]
     fates: Counter[str] = Counter()
     by_model: dict[str, str] = {}

@@ -534,7 +534,7 @@ def test_a_stage_that_is_not_in_progress_is_asked_for_nothing(runs: Path) -> Non
     reused = StageState(name="sft", kind="train", place="../medical-1", status="done")
     own = StageState(name="dpo", kind="train", place="stages/1-sft", status="running")
     write_record(pipeline.state, PipelineState(stages=(reused, own)))
-    with client_of(watch_app(Runs(runs))) as client, run_lock(pipeline.lock):
+    with _client_of(runs) as client, run_lock(pipeline.lock):
         body = {"action": "save", "is_sure": True, "stage": "sft"}
         response = client.post("/api/run/medical-2/act", json=body, headers=ORIGIN)
     assert response.status_code == 422, response.text

@@ -43,7 +43,7 @@ def init(
     task: Annotated[str | None, typer.Option("--task", metavar="TASK", help=_TASK)] = None,
     card: Annotated[str | None, typer.Option("--card", metavar="CARD", help=_CARD)] = None,
     epochs: Annotated[float | None, typer.Option("--epochs", min=0.01, max=1000, help=_EPOCHS)] = None,
-    hours: Annotated[float | None, typer.Option("--hours", min=0.01, help=_HOURS)] = None,
+    hours: Annotated[float | None, typer.Option("--hours", min=0.001, help=_HOURS)] = None,
     yes: Annotated[bool, typer.Option("--yes", help=_YES)] = False,
     out: Annotated[Path, typer.Option("--out", metavar="SPEC", help=_OUT)] = Path("spec.yaml"),
     tool: Annotated[str | None, typer.Option("--tool", metavar="TOOL", help=_TOOL)] = None,
