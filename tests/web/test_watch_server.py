@@ -162,11 +162,15 @@ def test_lines_that_are_taken_together_give_what_they_give_one_by_one(watched: W
     watched.step = 50
     watched.steps(55, card_watts="high")
     watched.steps(70, margin=0.5)
+    for without in ({"loss": None}, {"tokens": None}, {"tokens": 0}, {"time": None}, {"supervised_tokens": None}):
+        watched.event("spike", step=watched.step, found=1.0, usual=1.0)
+        watched.steps(watched.step + 3, **without)
     together, alone = (TrainingSeries(where.metrics, where.memory) for _ in range(2))
     alone.steps.can_extend = alone.memory.can_extend = lambda *_: False  # type: ignore[method-assign]
     assert not together.read()
     assert not alone.read()
     assert together.thinned(0, 100, 1000) == alone.thinned(0, 100, 1000)
+    assert together.events == alone.events
     assert (together.instants, together.first_loss, together.recent) == (
         alone.instants,
         alone.first_loss,

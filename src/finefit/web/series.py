@@ -187,13 +187,15 @@ class TrainingSeries:
                     self._tell(0, "damaged", f"a line of {self._path.name} is damaged: {type(error).__name__} {error}")
 
     def _as_columns(self, lines: Sequence[Line], take_many: TakeMany) -> bool:
-        """False if one line has other keys than the first, no number where that has one, or no later step."""
+        """False if one line has other keys than the first, a number where that has none or the reverse, or no later
+        step."""
         first = lines[0]
         if any(line.keys() != first.keys() for line in lines):
             return False
-        names = [name for name, value in first.items() if type(value) in (int, float)]
-        columns = {name: [line[name] for line in lines] for name in names}
+        columns = {name: [line[name] for line in lines] for name, value in first.items() if type(value) in (int, float)}
         if not all(type(value) in (int, float) for column in columns.values() for value in column):
+            return False
+        if not all(type(line[name]) is str for name in first.keys() - columns.keys() for line in lines):
             return False
         steps = columns.get("step", ())
         if not all(type(step) is int and 0 <= step <= _MAX_STEP for step in steps):
@@ -231,7 +233,7 @@ class TrainingSeries:
     def _take_steps(self, _: Sequence[Line], columns: Numbers) -> bool:
         steps, values = columns["step"], {name: column for name, column in columns.items() if name not in _NOT_PLOTTED}
         tokens, times = columns.get("tokens", ()), columns.get("time", ())
-        if not (tokens and times and all(tokens)) or not self.steps.can_extend(steps, values):
+        if not ("loss" in values and times and tokens and all(tokens)) or not self.steps.can_extend(steps, values):
             return False
         values["supervised"] = list(map(truediv, columns.get("supervised_tokens", [0] * len(steps)), tokens))
         values["smoothed_loss"] = self._smoothed(values["loss"])
