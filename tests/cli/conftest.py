@@ -40,8 +40,9 @@ Finefit = Callable[..., Answer]
 
 
 @pytest.fixture
-def finefit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Finefit:
-    """`finefit("run", "spec.yaml")` in this process."""
+def finefit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Finefit]:
+    """`finefit("run", "spec.yaml")` in this process. Variables that a command sets are gone afterwards."""
+    before = dict(os.environ)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -57,7 +58,9 @@ def finefit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         assert "Traceback" not in said.err
         return Answer(code, said.out, said.err)
 
-    return call
+    yield call
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def processor_seconds() -> float:

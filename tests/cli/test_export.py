@@ -1,5 +1,6 @@
 """`finefit export` of a finished run, as a user gives it."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,19 @@ from finefit.artifacts.records import read_record
 from tests.cli.conftest import Finefit
 
 RUN = "runs/tiny-1"
+
+
+@pytest.mark.parametrize("arguments", [("export", "nowhere", "--to", "merged"), ("chat", "nowhere")], ids=str)
+def test_a_verb_that_computes_itself_sets_what_workers_have_and_leaves_what_the_user_set(
+    arguments: tuple[str, ...], finefit: Finefit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that spin while they wait take three times as long on shared cores."""
+    for asked, wanted in ((None, "2000"), ("7", "7")):
+        monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+        if asked is not None:
+            monkeypatch.setenv("GOMP_SPINCOUNT", asked)
+        assert finefit(*arguments).code == 2
+        assert os.environ["GOMP_SPINCOUNT"] == wanted
 
 
 def test_a_run_is_exported_with_its_held_out_rows_and_its_task(finished: Path, finefit: Finefit) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from finefit.cli.console import open_console
+from finefit.cli.console import open_console, set_torch_variables
 
 _TARGET = (
     "RUN or RUN:CHECKPOINT (best, final, a step number), PIPELINE/STAGE; a folder with a model or an adapter; "
@@ -44,6 +44,7 @@ def chat(
       echo "Two lamps by Friday, Ann" | finefit chat runs/orders-1 --json
     """
     console = open_console(as_json=True)
+    set_torch_variables()
     with console.status("reading the model"):
         from finefit.artifacts.rundir import names_checkpoint
         from finefit.cli.chat_session import ChatSession, converse, open_screen

@@ -1,6 +1,7 @@
 """Shared by all verbs: the console, options, and the notice that the user's own code is about to run."""
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,14 @@ def open_console(*, as_json: bool = False) -> "Console":
     from rich.console import Console
 
     return Console(stderr=as_json, markup=False, emoji=False, highlight=False)
+
+
+def set_torch_variables() -> None:
+    """For a process that computes itself, before torch is imported: workers are started with them."""
+    from finefit.artifacts.processes import chosen_variables
+
+    for name, value in chosen_variables(os.environ, deterministic=False).items():
+        os.environ.setdefault(name, value)
 
 
 def print_json(document: object) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from finefit import api
-from finefit.cli.console import AsJson, open_console, print_json
+from finefit.cli.console import AsJson, open_console, print_json, set_torch_variables
 
 if TYPE_CHECKING:
     from finefit.results import Exported
@@ -59,6 +59,7 @@ def export(
     console = open_console(as_json=as_json)
     if push is None and (public or dry_run):
         raise UserError("--public and --dry-run are for --push", "add --push OWNER/NAME, or leave them out")
+    set_torch_variables()
     with console.status("reading the model") as status:
         from finefit.export.push import push as push_export
         from finefit.export.push import require_repo_name

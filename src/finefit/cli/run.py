@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finefit.cli.console import AsJson, New, Runs, Set, announce_code, open_console, planning, print_json
+from finefit.cli.console import (
+    AsJson,
+    New,
+    Runs,
+    Set,
+    announce_code,
+    open_console,
+    planning,
+    print_json,
+    set_torch_variables,
+)
 from finefit.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,7 +80,7 @@ def run(
     # before torch is imported, so that a misspelt key is reported at once
     pipeline = None if target.is_dir() else load_pipeline(target, overrides or ())
     if rank is not None and rank.size > 1:
-        _set_rank_variables()
+        set_torch_variables()
     from finefit.run.command import RunArgs, StageSelection, read_command
 
     selection = StageSelection(first=first, only=only, force=tuple(force or ()))
@@ -198,14 +208,6 @@ def _submit(command: "RunCommand", console: "Console", as_json: bool) -> None:
     return console.print(f"job      {queued}\nscript   {sent.script}\n{follow}", soft_wrap=True)
 
 
-def _set_rank_variables() -> None:
-    """Sets the variables of ranks that torchrun, accelerate or SLURM has started, before torch is imported."""
-    from finefit.artifacts.processes import chosen_variables
-
-    for name, value in chosen_variables(os.environ, deterministic=False).items():
-        os.environ.setdefault(name, value)
-
-
 def _require_rank(command: "RunCommand", rank: "RankEnv", *, detach: bool) -> None:
     from finefit.errors import RunError
     from finefit.run.external_launch import engine_overrides
@@ -228,7 +230,7 @@ def run_rank(args: "RunArgs", *, as_json: bool = False, command: "RunCommand | N
 
     rank = rank_env_of(os.environ)
     assert rank is not None
-    _set_rank_variables()
+    set_torch_variables()
     from finefit.report.run import ConsoleProgress
     from finefit.run.command import carry_out, read_command
     from finefit.run.external_launch import Rendezvous, engine_overrides, leave, train_as_first_rank
