@@ -173,6 +173,8 @@ def test_a_demo_compares_base_and_final_on_three_messages_whatever_else_was_scor
     for at in range(3):
         (line,) = [line for line in text.splitlines() if f"base [{at}]" in line]
         assert f"checkpoint-12 [{at}]" in line
+    chat, export = f"next     finefit chat {run.path}", f"         finefit export {run.path} --to merged,gguf:q8_0"
+    assert f"{chat}\n{export}\n" in text
 
 
 @pytest.mark.parametrize(

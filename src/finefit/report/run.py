@@ -219,8 +219,9 @@ def show_end(run: RunDir, console: Console) -> None:
         console.print(line, highlight=False)
     for line in (f"run      {run.path}", *_model_lines(where)):
         console.print(line, highlight=False, soft_wrap=True)
-    if results:
-        console.print(f"next     finefit eval {run.path} --checkpoint all", highlight=False, soft_wrap=True)
+    evaluated = [f"finefit eval {run.path} --checkpoint all"] if results else []
+    for line in _as_next([*evaluated, *_taking(run, where)]):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _model_lines(where: StageDir) -> list[str]:
@@ -229,10 +230,21 @@ def _model_lines(where: StageDir) -> list[str]:
     if isinstance(stage.model, CustomModel):
         use = f"{stage.model.file} loads it"
     elif isinstance(stage.tuning, Lora):
-        use = f"an adapter of {stage.model_name}: load it with peft, or merge it with a merge_adapter stage"
+        use = f"an adapter of {stage.model_name}: load it with peft, or export it merged"
     else:
         use = "whole weights: transformers and vLLM load the folder"
     return [f"model    {where.checkpoints / 'final'}", f"         {use}"]
+
+
+def _taking(run: RunDir, where: StageDir) -> list[str]:
+    """Commands that use the model elsewhere. A model of the user's own code has no other program."""
+    if isinstance(read_record(where.stage, Stage).model, CustomModel):
+        return []
+    return [f"finefit chat {run.path}", f"finefit export {run.path} --to merged,gguf:q8_0"]
+
+
+def _as_next(commands: Sequence[str]) -> list[str]:
+    return [f"{'next' if at == 0 else '':9}{command}" for at, command in enumerate(commands)]
 
 
 def status_of(run: RunDir) -> str:
@@ -286,7 +298,7 @@ def _next_steps(run: RunDir) -> list[str]:
     found += [f"finefit compare {run.path / name}" for name in scored]
     if len(trained) > 1:
         found.append(f"finefit review {run.path / trained[-2]} {run.path / trained[-1]}")
-    return [f"{'next' if at == 0 else '':9}{line}" for at, line in enumerate(found)]
+    return _as_next(found)
 
 
 class RunWatch:
@@ -345,6 +357,7 @@ def show_change(run: RunDir, console: Console) -> None:
     messages = [row.prompt[-1].content for row in read_items(where.prepared("test.jsonl"))]
     for table in change_tables(base, tuned, messages):
         console.print(table)
-    following = "(then put your own rows in, and: finefit run my-demo/spec.yaml)"
     console.print(f"run      {run.path}\nmodel    {where.checkpoints / 'final'}", soft_wrap=True)
-    console.print(f"next     finefit recipes demo --to my-demo   {following}", soft_wrap=True)
+    following = "(then put your own rows in, and: finefit run my-demo/spec.yaml)"
+    for line in _as_next([*_taking(run, where), f"finefit recipes demo --to my-demo   {following}"]):
+        console.print(line, soft_wrap=True)
