@@ -2,6 +2,7 @@
 the converters recognise by how it splits a text: here, SmolLM2's."""
 
 import io
+import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -44,6 +45,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 32},
     "qwen3_moe": _EXPERTS | {"norm_topk_prob": True},  # as published; llama.cpp does not read it
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {"original_max_position_embeddings": 512, "sliding_window": None},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.9, "logits_scaling": 0.1},
 }
 PUBLISHED = ("olmo2", "qwen2_moe", "qwen3_moe")
 """Families that the converter takes only with a published tokenizer."""
@@ -87,7 +90,8 @@ def make_tiny(folder: Path, family: str, **more: Any) -> Path:
     model.to(torch.bfloat16).save_pretrained(folder)
     if family not in PUBLISHED:
         (folder / "tokenizer.model").write_bytes(_sentencepiece())
-        (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+        tokenizer = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
         return folder
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(embedded_model("smollm2-135m").folder / name, folder)
