@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -18,6 +19,7 @@ from finefit.errors import DiskFull, FindingError, ModelError, RunError
 from finefit.export import gguf, make, merged
 from finefit.export.make import export
 from finefit.export.subject import ExportSubject, open_subject
+from finefit.report.export import show_export
 from finefit.spec.exports import GGUF_BITS, ExportFormat, export_bytes, parse_formats
 from tests.conftest import make_tokenizer
 from tests.faults import die_at_operation, fill_disk, record_operations, small_disk
@@ -171,6 +173,28 @@ def test_a_full_disk_leaves_nothing_and_the_same_command_finishes(
     with monkeypatch.context() as patch:  # the slack that is asked for is larger than this disk
         patch.setattr(make, "require_room", lambda *_, **__: None)
         assert export(subject, MERGED, disk / "out", prompts=1).exports[0].problems == ()
+
+
+def test_a_model_larger_than_memory_is_published_with_its_files_compared_and_only_if_accepted(
+    subject: ExportSubject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scarce = psutil.virtual_memory()._replace(available=10_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: scarce)
+    with pytest.raises(FindingError) as refused:
+        export(subject, MERGED, tmp_path / "out", prompts=1)
+    assert "10,000" in refused.value.problem
+    assert "--accept" in refused.value.remedy
+    assert not list(tmp_path.iterdir())
+    report = export(subject, MERGED, tmp_path / "out", prompts=1, accept=True)
+    (one,) = report.exports
+    assert (report.computed_in, report.accepted) == (None, ("merged:fp32",))
+    assert (one.distance, one.problems) == (None, (make.NOT_COMPARED,))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() == report.parameters
+    assert "No program has loaded them" in (tmp_path / "out" / "README.md").read_text()
+    assert any("by files alone" in str(line) for line in show_export(report, out="out"))
+    monkeypatch.setattr(merged, "write_merged_folder", spoiled(merged.write_merged_folder))
+    (spoilt,) = export(subject, MERGED, tmp_path / "spoilt", prompts=1, accept=True).exports
+    assert any("the adapter is not in them" in problem for problem in spoilt.problems)
 
 
 def test_a_whole_model_has_no_adapter_to_export(subject: ExportSubject, tmp_path: Path) -> None:

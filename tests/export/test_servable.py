@@ -31,7 +31,7 @@ def _notes(
     values = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": list(modules), "bias": "none"}
     (adapter / "adapter_config.json").write_text(json.dumps(values | config))
     (base / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    return {note.server: note for note in servable(adapter, base)}
+    return {note.server: note for note in servable(adapter, base, name="orders-1")}
 
 
 @pytest.mark.parametrize(("rank", "listed"), [(1, 1), (4, 8), (16, 16), (24, 32), (200, 256), (300, 320), (512, 512)])
@@ -40,7 +40,15 @@ def test_a_rank_is_served_with_the_next_one_that_vllm_lists(tmp_path: Path, rank
     assert all(note.accepted for note in notes.values())
     assert f"--enable-lora --max-lora-rank {listed} --lora-modules" in notes["vLLM"].command
     assert "sglang.launch_server" in notes["SGLang"].command
-    assert f"'my adapter={tmp_path}/my adapter'" in notes["vLLM"].command
+    assert f"'orders-1={tmp_path}/my adapter'" in notes["vLLM"].command
+
+
+def test_the_command_names_where_the_adapter_will_lie_and_what_requests_call_it(tmp_path: Path) -> None:
+    _notes(tmp_path)
+    adapter, base = tmp_path / "my adapter", tmp_path / "base"
+    for note in servable(adapter, base, name="a=b", named="ann/base", place=Path("taken/adapter")):
+        assert note.command.endswith(" a-b=taken/adapter")
+        assert "ann/base" in note.command
 
 
 def test_a_rank_above_the_list_is_refused_by_vllm_alone(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class ExportedFormat(Record):
     loaded_by: str
     """The program that loaded it, with its version."""
     distance: Distance | None
-    """None if it could not be loaded."""
+    """None if no program has loaded it, for lack of memory."""
     bound: Bound
     template_is_equal: bool | None
     """Byte for byte; None if the format has no place for a template."""
@@ -132,8 +132,8 @@ class ExportReport(Record):
     """`built-in`: a few neutral prompts, for a model without a run."""
     answer_tokens: int
     """On which logits are compared."""
-    computed_in: str
-    """Device and precision in which the models were compared: `cpu fp32`."""
+    computed_in: str | None
+    """Device and precision in which the models were compared: `cpu fp32`. None: they were not, for lack of memory."""
     exports: tuple[ExportedFormat, ...]
     accepted: tuple[str, ...] = ()
     """Formats that are worse than their bound and were published all the same."""

@@ -219,11 +219,19 @@ def _proof(report: ExportReport) -> str:
     prompts = origin.get(report.prompts_from, "neutral prompts")
     rows = [_proof_row(one) for one in report.exports]
     compared = f"({report.answer_tokens:,} answer tokens, {report.computed_in}), with 95 % intervals."
+    how = [
+        "Each file was loaded by another program and compared with the trained model on",
+        f"{report.prompts} {prompts} {compared}",
+    ]
+    if report.computed_in is None:
+        how = [
+            "The files were compared with those of the training. No program has loaded them:",
+            "there was too little memory.",
+        ]
     head = ("format", "loaded by", "KL per token, nats", "same top token", "template", "stop tokens")
     lines = [
         "## Proof",
-        "Each file was loaded by another program and compared with the trained model on",
-        f"{report.prompts} {prompts} {compared}",
+        *how,
         "",
         _table(head, rows),
     ]

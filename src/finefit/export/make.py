@@ -15,20 +15,30 @@ from finefit import __version__, bounded
 from finefit.artifacts.atomic import claimed_folder, publish, replace_folder, report_disk_full
 from finefit.artifacts.export_records import (
     EXPORT,
+    Answers,
+    Distance,
     ExportedAdapter,
     ExportedFormat,
     ExportReport,
     Onto,
     OntoCost,
+    TaskScore,
 )
 from finefit.artifacts.records import write_record
 from finefit.errors import FindingError, ModelError
-from finefit.export import card, gguf, llama_cpp, merged, ollama, proof
-from finefit.export.outputs import Outputs, Probe, write_probe
-from finefit.export.requirements import parameters_of, require_as_trained, require_own, require_possible, require_room
+from finefit.export import card, gguf, merged, ollama, proof
+from finefit.export.format_proofs import Proving, prove
+from finefit.export.outputs import Outputs, Probe
+from finefit.export.requirements import (
+    parameters_of,
+    require_as_trained,
+    require_memory,
+    require_own,
+    require_possible,
+    require_room,
+)
 from finefit.export.scores import beyond_score, scored_evaluation, task_score
 from finefit.export.servable import servable
-from finefit.export.structure import adapter_problems, folder_problems
 from finefit.export.subject import MAX_ANSWER, PROMPTS, ExportSubject, Origin, PromptItem, held_out, probe_of
 from finefit.facts.files import read_config, read_object
 from finefit.facts.machine import read_version
@@ -37,6 +47,7 @@ from finefit.model.resolve_model import ADAPTER_CONFIG
 from finefit.spec.exports import WIDE, ExportFormat
 
 Say = Callable[[str], None]
+NOT_COMPARED = "it does not fit in memory, so no program has loaded it: its files alone were compared"
 _CARD = "README.md"
 _MAX_SCORED = 160
 """New tokens of a greedy answer that a task scores."""
@@ -57,8 +68,9 @@ class _Making:
     """One format: its files lie in the export itself."""
     items: list[PromptItem]
     probe: Probe
-    compute: proof.Compute
-    trained: Outputs
+    compute: proof.Compute | None
+    trained: Outputs | None
+    """None, as `compute` is, where the model does not fit in memory."""
     say: Say
     folders: dict[str, Path] = field(default_factory=dict)
     """Merged folders by precision, also those that only serve a conversion."""
@@ -66,6 +78,17 @@ class _Making:
     @property
     def base(self) -> merged.MergeBase:
         return merged.merge_base(self.subject, self.onto, self.work)
+
+    @property
+    def proving(self) -> Proving:
+        return Proving(
+            subject=self.subject,
+            base=self.base,
+            probe=self.probe,
+            compute=self.compute,
+            work=self.work,
+            say=self.say,
+        )
 
     def place(self, form: ExportFormat) -> Path:
         return self.staging if self.alone or form.folder is None else self.staging / form.folder
@@ -124,6 +147,8 @@ def export_into(
     began = time.perf_counter()
     require_possible(subject, formats, with_modelfile=with_modelfile)
     require_as_trained(subject)
+    if not accept:
+        require_memory(subject)
     making, origin = _begin(subject, staging, onto, prompts, len(formats) == 1, say)
     exports = [_exported(making, form) for form in formats]
     if refused := [one for one in exports if one.problems and not accept]:
@@ -151,7 +176,7 @@ def export_into(
         prompts=len(making.items),
         prompts_from=origin,
         answer_tokens=sum(map(len, making.probe.answers)),
-        computed_in=str(making.compute),
+        computed_in=None if making.compute is None else str(making.compute),
         exports=tuple(exports),
         accepted=tuple(one.format for one in exports if one.problems),
         serving=_serving(subject, _adapter_in(published, exports)),
@@ -173,7 +198,8 @@ def _begin(
     longest = MAX_ANSWER if scored is None else max(MAX_ANSWER, min(scored.max_new_tokens, _MAX_SCORED))
     probe = probe_of(subject, items, max_new_tokens=longest)
     compute = proof.compute_for(parameters_of(subject))
-    say(f"asking the trained model {len(items)} {origin} prompts, in {compute}")
+    if compute is not None:
+        say(f"asking the trained model {len(items)} {origin} prompts, in {compute}")
     making = _Making(
         subject=subject,
         staging=staging,
@@ -183,22 +209,10 @@ def _begin(
         items=items,
         probe=probe,
         compute=compute,
-        trained=proof.trained_outputs(subject, probe, compute),
+        trained=None if compute is None else proof.trained_outputs(subject, probe, compute),
         say=say,
     )
     return making, origin
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Proved:
-    """What another program says of a file, and what is wrong with it."""
-
-    outputs: Outputs
-    loaded_by: str
-    problems: tuple[str, ...]
-    template_is_equal: bool | None
-    stops_are_equal: bool | None
-    notes: tuple[str, ...] = ()
 
 
 def _exported(making: _Making, form: ExportFormat) -> ExportedFormat:
@@ -209,29 +223,51 @@ def _exported(making: _Making, form: ExportFormat) -> ExportedFormat:
         form, made = _make(making, form)
     made_at = time.perf_counter()
     say(f"proving {form}")
-    bound = proof.bound_of(form, making.compute)
-    proved = _prove(making, form, made)
-    distance = proof.measure(making.trained, proved.outputs)
-    vocabulary = proof.lost_tokens(making.subject, making.trained, proved.outputs)
-    score = task_score(making.subject, making.items, making.trained, proved.outputs)
-    worse = () if score is None else beyond_score(score)
+    proved = prove(making.proving, form, made)
+    compared = _compared(making, form, proved.outputs)
     files = {name: size for name, size in _files(making.staging).items() if name not in before}
     return ExportedFormat(
         format=str(form),
         path=made.relative_to(making.staging).as_posix(),
         files=files,
         loaded_by=proved.loaded_by,
-        distance=distance,
-        bound=bound,
+        distance=compared.distance,
+        bound=proof.bound_of(form, making.compute),
         template_is_equal=proved.template_is_equal,
         stops_are_equal=proved.stops_are_equal,
-        answers=proof.side_by_side(making.subject, making.probe, making.trained, proved.outputs),
-        score=score,
-        problems=(*proved.problems, *vocabulary, *proof.beyond(distance, bound), *worse),
+        answers=compared.answers,
+        score=compared.score,
+        problems=(*proved.problems, *compared.problems),
         notes=proved.notes,
         seconds=made_at - began,
         proof_seconds=time.perf_counter() - made_at,
         peak_bytes=peak[0],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compared:
+    """What was computed of an export, beside the trained model."""
+
+    problems: tuple[str, ...]
+    distance: Distance | None = None
+    answers: tuple[Answers, ...] = ()
+    score: TaskScore | None = None
+
+
+def _compared(making: _Making, form: ExportFormat, said: Outputs | None) -> _Compared:
+    if making.trained is None or said is None:
+        return _Compared(problems=(NOT_COMPARED,))
+    subject, bound = making.subject, proof.bound_of(form, making.compute)
+    distance = proof.measure(making.trained, said)
+    vocabulary = proof.lost_tokens(subject, making.trained, said)
+    score = task_score(subject, making.items, making.trained, said)
+    worse = () if score is None else beyond_score(score)
+    return _Compared(
+        problems=(*vocabulary, *proof.beyond(distance, bound), *worse),
+        distance=distance,
+        answers=proof.side_by_side(subject, making.probe, making.trained, said),
+        score=score,
     )
 
 
@@ -268,107 +304,6 @@ def _merged_for(making: _Making, precision: str) -> Path:
     return making.folders[precision]
 
 
-def _prove(making: _Making, form: ExportFormat, made: Path) -> _Proved:
-    place = making.work / f"asked-{form.kind}-{form.precision or 'own'}"
-    match form.kind:
-        case "adapter":
-            return _prove_adapter(making, made, place)
-        case "merged":
-            return prove_merged(
-                making.subject, making.base, made, form.precision or "fp32", making.probe, making.compute, place
-            )
-        case "gguf":
-            return _prove_gguf(making, made, place)
-        case "gguf-lora":
-            return _prove_gguf_lora(making, made, place)
-
-
-def prove_merged(
-    subject: ExportSubject,
-    base: merged.MergeBase,
-    folder: Path,
-    precision: str,
-    probe: Probe,
-    compute: proof.Compute,
-    place: Path,
-) -> _Proved:
-    """The structure first: a folder that cannot be loaded has a reason there."""
-    problems = tuple(folder_problems(subject, folder, base, precision))
-    try:
-        outputs = proof.ask_transformers(folder, probe, place, compute)
-    except ModelError as error:
-        if problems:
-            raise FindingError(f"{folder.name} is not the model that was trained: {'; '.join(problems)}") from error
-        raise
-    return _Proved(
-        outputs=outputs,
-        loaded_by=_version("transformers"),
-        problems=problems,
-        template_is_equal=not any("template" in problem for problem in problems),
-        stops_are_equal=not any("stop tokens" in problem for problem in problems),
-    )
-
-
-def _prove_adapter(making: _Making, folder: Path, place: Path) -> _Proved:
-    subject = making.subject
-    outputs = proof.ask_transformers(folder, making.probe, place, making.compute, base=subject.base, bits=subject.bits)
-    problems = tuple(adapter_problems(subject, folder))
-    return _Proved(
-        outputs=outputs,
-        loaded_by=f"{_version('transformers')}, {_version('peft')}",
-        problems=problems,
-        template_is_equal=not any("template" in problem for problem in problems),
-        stops_are_equal=None,
-    )
-
-
-def _prove_gguf(making: _Making, file: Path, place: Path) -> _Proved:
-    subject = making.subject
-    place.mkdir()
-    write_probe(place, making.probe)
-    outputs = llama_cpp.outputs_of_gguf(file, place)
-    template, stops = gguf.template_and_stops(file)
-    problems, notes = [], []
-    has_template = subject.template is None or template == subject.template
-    if not has_template:
-        problems.append("the chat template in the file is not the one that was trained")
-    if subject.stop_tokens[0] not in stops:
-        text = subject.stop_texts[0]
-        named = ", ".join(map(str, stops)) or "none"
-        problems.append(f"answers end with {text} ({subject.stop_tokens[0]}), and the file names {named} as its ends")
-    if left := [
-        text for text, token in zip(subject.stop_texts, subject.stop_tokens, strict=True) if token not in stops
-    ]:
-        notes.append(f"the file has no place for the stop tokens {', '.join(left)}; a Modelfile or --stop names them")
-    return _Proved(
-        outputs=outputs,
-        loaded_by=_llama_cpp("cyllama"),
-        problems=tuple(problems),
-        template_is_equal=has_template,
-        stops_are_equal=subject.stop_tokens[0] in stops,
-        notes=tuple(notes),
-    )
-
-
-def _prove_gguf_lora(making: _Making, file: Path, place: Path) -> _Proved:
-    """Over a GGUF of the base, which is made for the proof alone."""
-    subject = making.subject
-    bare = replace(subject, adapter=None, bits=None)
-    folder = making.work / f"{subject.name}-base"
-    merged.write_merged_folder(bare, merged.merge_base(bare, "original", making.work), folder, "bf16")
-    base = gguf.convert(folder, making.work, "bf16", making.say, name="base")
-    place.mkdir()
-    write_probe(place, making.probe)
-    return _Proved(
-        outputs=llama_cpp.outputs_of_gguf(base, place, lora=file),
-        loaded_by=_llama_cpp("xllamacpp"),
-        problems=(),
-        template_is_equal=None,
-        stops_are_equal=None,
-        notes=("proved over the base in bf16; template and stop tokens are those of the base that it is used with",),
-    )
-
-
 def _refusal(refused: Sequence[ExportedFormat]) -> FindingError:
     lines = [f"{one.format}: {problem}" for one in refused for problem in one.problems]
     what = "\n".join(f"  {line}" for line in lines)
@@ -379,13 +314,15 @@ def _refusal(refused: Sequence[ExportedFormat]) -> FindingError:
 
 def _onto_costs(making: _Making) -> tuple[OntoCost, ...]:
     """Of an adapter that was trained on 4 or 8 bits: over either form of the base, without rounding the result."""
-    subject = making.subject
-    if subject.bits is None or subject.adapter is None or packed_weights(read_config(subject.base)) is not None:
+    subject, compute = making.subject, making.compute
+    if compute is None or making.trained is None or subject.bits is None or subject.adapter is None:
+        return ()
+    if packed_weights(read_config(subject.base)) is not None:
         return ()
     found = []
     for onto in ("original", "trained"):
         making.say(f"measuring the adapter on the {onto} weights")
-        outputs = proof.outputs_onto(subject, making.probe, making.compute, onto)
+        outputs = proof.outputs_onto(subject, making.probe, compute, onto)
         found.append(OntoCost(onto=onto, distance=proof.measure(making.trained, outputs)))
     return tuple(found)
 
@@ -409,13 +346,10 @@ def _serving(subject: ExportSubject, published: Path | None) -> dict[str, str]:
     if subject.adapter is None:
         return {}
     try:
-        notes = servable(subject.adapter, subject.base, named=subject.base_name)
+        notes = servable(subject.adapter, subject.base, name=subject.name, named=subject.base_name, place=published)
     except ModelError as error:
         return {"vLLM": error.problem, "SGLang": error.problem}
-    place = str(published or subject.adapter)
-    commands: dict[str, str] = {
-        note.server: note.command.replace(str(subject.adapter), place) for note in notes if note.accepted
-    }
+    commands: dict[str, str] = {note.server: note.command for note in notes if note.accepted}
     return commands | {note.server: f"not as an adapter: {note.reason}" for note in notes if not note.accepted}
 
 
@@ -454,21 +388,13 @@ def _versions() -> dict[str, str]:
     return {name: version for name, version in found.items() if version is not None}
 
 
-def _version(package: str) -> str:
-    return f"{package} {read_version(package)}"
-
-
-def _llama_cpp(package: str) -> str:
-    return f"llama.cpp ({_version(package)})"
-
-
 @contextmanager
 def _peak() -> Iterator[list[int]]:
-    """The most resident memory of this process inside the block, above what it held at its start."""
+    """The most resident memory inside the block, of this process and its programs, above what was held at its start."""
     before, peak, done = proof.resident_bytes(), [0], threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.02):
+        while not done.wait(0.1):
             peak[0] = max(peak[0], proof.resident_bytes() - before)
 
     thread = threading.Thread(target=watch, daemon=True)

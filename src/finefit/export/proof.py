@@ -2,6 +2,7 @@
 probe; what it says is compared with the trained model, and the difference with a bound that is stated here."""
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -71,23 +72,24 @@ class Compute:
         return torch.float32 if self.dtype == "fp32" else torch.bfloat16
 
 
-def bound_of(form: ExportFormat, compute: Compute) -> Bound:
+def bound_of(form: ExportFormat, compute: Compute | None) -> Bound:
     name, bits = str(form), (form.precision or "").lstrip("it")[:2]  # iq4_xs, tq2_0
     found = BOUNDS.get(name) or BOUNDS.get(f"gguf:{bits}", BOUNDS["gguf:q2"])
-    if compute.dtype == "fp32":
+    if compute is None or compute.dtype == "fp32":
         return found
     return Bound(kl=max(found.kl, _IN_BF16.kl), agreement=min(found.agreement, _IN_BF16.agreement))
 
 
-def compute_for(parameters: int) -> Compute:
-    """fp32 where the model fits in it, else bf16; on a card where it fits there."""
+def compute_for(parameters: int) -> Compute | None:
+    """fp32 where the model fits in it, else bf16; on a card where it fits there. None: it fits nowhere."""
+    places = {"cpu": read_free_memory_bytes(MEMORY_LIMITS)}
     if torch.cuda.is_available():
-        free, _ = torch.cuda.mem_get_info()
+        places = {"cuda": torch.cuda.mem_get_info()[0], **places}
+    for device, free in places.items():
         for dtype, width in (("fp32", 4), ("bf16", 2)):
             if parameters * width < _ROOM * free:
-                return Compute(device="cuda", dtype=dtype)
-    fits = parameters * 4 < _ROOM * read_free_memory_bytes(MEMORY_LIMITS)
-    return Compute(device="cpu", dtype="fp32" if fits else "bf16")
+                return Compute(device=device, dtype=dtype)
+    return None
 
 
 def trained_outputs(subject: ExportSubject, probe: Probe, compute: Compute) -> Outputs:
@@ -204,4 +206,9 @@ def side_by_side(subject: ExportSubject, probe: Probe, trained: Outputs, exporte
 
 
 def resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)
+    """Of this process and the programs that it has started."""
+    own, held = psutil.Process(), 0
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            held += process.memory_info().rss
+    return int(held)

@@ -10,10 +10,11 @@ from finefit.artifacts.export_records import EXPORT, ExportReport, Onto
 from finefit.artifacts.reading import is_there
 from finefit.artifacts.records import read_if_there, read_record
 from finefit.artifacts.stage_records import Stage
-from finefit.errors import ModelError, RunError
-from finefit.export import gguf, merged
+from finefit.errors import FindingError, ModelError, RunError
+from finefit.export import gguf, merged, proof
 from finefit.export.subject import ExportSubject
 from finefit.facts.files import free_bytes, read_config
+from finefit.facts.machine import MEMORY_LIMITS, read_free_memory_bytes
 from finefit.model.load import starting_adapter
 from finefit.model.quantised import packed_weights
 from finefit.model.saved_weights import spans_in
@@ -52,6 +53,17 @@ def require_as_trained(subject: ExportSubject) -> None:
     if external.resolved.fingerprint != stage.model_fingerprint:
         problem = f"{subject.base_name} has changed since {subject.name} was trained on it"
         raise RunError(problem, "restore it, or name the model that it was trained on with --base")
+
+
+def require_memory(subject: ExportSubject) -> None:
+    """Merging goes tensor by tensor; other programs load a model whole."""
+    if proof.compute_for(parameters_of(subject)) is None:
+        needed, free = 2 * parameters_of(subject), read_free_memory_bytes(MEMORY_LIMITS)
+        problem = f"the proof loads {subject.name} whole: {needed:,} bytes in bf16, and {free:,} of memory are free"
+        remedy = (
+            "close other programs, or publish it with --accept: then its files are compared, and nothing is computed"
+        )
+        raise FindingError(problem, remedy)
 
 
 def require_own(out: Path, subject: ExportSubject, formats: Sequence[ExportFormat]) -> bool:

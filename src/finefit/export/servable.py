@@ -46,10 +46,12 @@ class _AdapterFolder:
         return {name.rpartition(".")[2] for name in before}
 
 
-def servable(adapter: Path, base: Path, *, named: str = "") -> list[ServeNote]:
-    """`named`: what the command calls the base, such as its id on the hub; by default its folder."""
+def servable(adapter: Path, base: Path, *, name: str, named: str = "", place: Path | None = None) -> list[ServeNote]:
+    """`name`: by which requests ask for the adapter. `named`: what the command calls the base, such as its id on the
+    hub; by default its folder. `place`: where the adapter will lie."""
     found = _read(adapter, base)
-    model, lora = shlex.quote(named or str(base)), shlex.quote(f"{_name(adapter)}={adapter}")
+    # `=` would end the name
+    model, lora = shlex.quote(named or str(base)), shlex.quote(f"{name.replace('=', '-')}={place or adapter}")
     vllm = f"vllm serve {model} --enable-lora --max-lora-rank {vllm_rank(found.rank)} --lora-modules {lora}"
     sglang = f"python -m sglang.launch_server --model-path {model} --enable-lora --lora-paths {lora}"
     return [
@@ -132,8 +134,3 @@ def _few(names: Iterable[str]) -> str:
     listed = list(names)
     more = [f"and {len(listed) - _NUM_SHOWN} more"] if len(listed) > _NUM_SHOWN else []
     return ", ".join([*listed[:_NUM_SHOWN], *more])
-
-
-def _name(adapter: Path) -> str:
-    """By which requests name it; `=` would end it."""
-    return adapter.resolve().name.replace("=", "-") or "adapter"

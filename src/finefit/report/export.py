@@ -18,7 +18,10 @@ _ORIGINS = {
 def show_export(report: ExportReport, *, out: str) -> Iterator[RenderableType]:
     yield f"{report.name}: {report.parameters:,} parameters, base {report.base}{_packed(report)}"
     asked = f"{report.prompts} {_ORIGINS[report.prompts_from]}, {report.answer_tokens:,} answer tokens"
-    yield f"compared with the trained model on {asked}, in {report.computed_in}"
+    if report.computed_in is not None:
+        yield f"compared with the trained model on {asked}, in {report.computed_in}"
+    else:
+        yield "compared with the trained model by files alone: it does not fit in memory"
     yield _table(report)
     for one in report.exports:
         yield from _notes(one)
@@ -52,7 +55,7 @@ def _row(one: ExportedFormat) -> list[str]:
     distance, equal = one.distance, sum(answers.are_equal for answers in one.answers)
     kl = "-" if distance is None else f"{distance.kl.value:.1e}"
     agreement = "-" if distance is None else f"{distance.agreement.value:.1%}"
-    answers = f"{equal} of {len(one.answers)}"
+    answers = f"{equal} of {len(one.answers)}" if one.answers else "-"
     return [one.format, _size(sum(one.files.values())), kl, f"{one.bound.kl:g}", agreement, answers]
 
 
