@@ -150,6 +150,23 @@ def test_the_committed_figures_of_preparation_meet_their_goals_and_stand_in_the_
     assert f"take {million['seconds']} s with two processes, and {whole_bytes / 2**30:.2f} GiB" in text
 
 
+def test_the_measured_exports_are_those_of_the_committed_results_and_none_is_refused() -> None:
+    text = (ROOT / "docs/export.md").read_text()
+    found = json.loads((ROOT / "bench/results/export.json").read_text())
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `") and " MiB | " in line]
+    assert [row[0].strip("| `") for row in rows] == list(found["formats"])
+    for (_, size, kl, same, answers, score, made, proved), one in zip(rows, found["formats"].values(), strict=True):
+        assert one["problems"] == []
+        assert size == f"{one['bytes'] / 2**20:.0f} MiB"
+        assert [f"{float(part):.1e}" for part in re.findall(r"[\d.]+e-\d+", kl)] == [f"{v:.1e}" for v in one["kl"]]
+        assert same == f"{one['agreement'][0]:.1%}".replace("%", " %")
+        assert answers == f"{one['same_answers']} of {found['prompts']}"
+        value, low, high = (100 * part for part in one["score"]["exported"])
+        assert score == f"{value:.1f} % ({low:.0f} to {high:.0f})"
+        assert one["score"]["exported"][0] >= one["score"]["trained"][1]
+        assert (made, proved.rstrip(" |")) == (f"{one['make_seconds']:.0f} s", f"{one['proof_seconds']:.0f} s")
+
+
 def test_the_table_of_speeds_is_made_from_the_committed_results_and_every_goal_is_met() -> None:
     rows = json.loads((ROOT / "bench/results/speed.json").read_text())
     text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
