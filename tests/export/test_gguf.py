@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoTokenizer
 
 from finefit.errors import ModelError, SpecError
 from finefit.export.gguf import (
@@ -24,7 +25,7 @@ from finefit.export.gguf import (
     convert_adapter,
     template_and_stops,
 )
-from finefit.export.llama_cpp import outputs_of_gguf
+from finefit.export.llama_cpp import open_gguf, outputs_of_gguf
 from finefit.export.outputs import Outputs, write_probe
 from finefit.facts.converters import converter_folder
 from finefit.model.resolve_model import embedded_model
@@ -89,6 +90,20 @@ def test_every_kind_can_be_made_and_loaded(kind: str, wide: Path, tmp_path: Path
     assert kind.startswith("tq") or file.stat().st_size == pytest.approx(
         num_weights * bits_per_weight(kind) / 8, rel=0.5
     )
+
+
+@slow
+@pytest.mark.real_model
+def test_llama_cpp_splits_text_as_the_tokenizer_does(tmp_path: Path) -> None:
+    """A tokenizer of bytes that says it falls back to bytes is not sentencepiece's."""
+    merged = make_tiny(tmp_path / "model", "llama", vocab_size=49152)
+    (merged / "tokenizer.model").unlink()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded_model("smollm2-135m").folder / name, merged)
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    model = open_gguf(convert(merged, tmp_path / "out", "bf16", say_nothing))
+    for text in ("Two lamps by Friday please, Ann", "<|im_start|>user\nnaïve 3.5 €, 日本\n<|im_end|>"):
+        assert model.vocab.tokenize(text, False, True) == tokenizer(text).input_ids
 
 
 @slow

