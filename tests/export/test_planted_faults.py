@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from finefit.export import proof, transformers_outputs
+from finefit.errors import FindingError
+from finefit.export import merged, proof, transformers_outputs
+from finefit.export.make import export
 from finefit.export.merged import merge_base, write_merged_folder
 from finefit.export.structure import adapter_problems, folder_problems
 from finefit.export.subject import ExportSubject, make_probe, open_subject
@@ -134,7 +136,6 @@ def merged_from(**config: Any) -> Callable[[Exported], None]:
         shutil.copytree(exported.subject.adapter, adapter)
         rewrite_json(adapter / "adapter_config.json", **config)
         other = replace(exported.subject, adapter=adapter)
-        shutil.rmtree(exported.folder)
         base = merge_base(exported.subject, "original", exported.folder.parent)
         write_merged_folder(other, base, exported.folder, exported.precision)
 
@@ -257,6 +258,25 @@ def test_what_another_program_computes_shows_the_fault_alone(
     exported = copy_of(pristine(kind), tmp_path)
     spoil(exported)
     assert exported.beyond()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_export_with_a_planted_fault_is_not_published(
+    fault: str, pristine: Callable[[str], Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, spoil, _ = FAULTS[fault]
+
+    def write(subject: ExportSubject, base: merged.MergeBase, out: Path, precision: str) -> None:
+        write_merged_folder(subject, base, out, precision)
+        spoil(Exported(subject, out, precision))
+
+    monkeypatch.setattr(merged, "write_merged_folder", write)
+    with pytest.raises(FindingError) as refused:
+        export(pristine(kind).subject, [ExportFormat("merged", "fp32")], tmp_path / "out", prompts=1)
+    assert refused.value.exit_code == 1
+    assert "not the model that was trained" in refused.value.problem
+    assert not {"out", ".staging-out"} & {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize("silent", ["original", "trained"])
