@@ -108,11 +108,13 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "no rows and no terminal": (TINY, "--help"),
     "a config of another tool": (("config.yaml", *TINY), "finefit init --from config.yaml"),
     "a model folder that is not there": (("train.jsonl", "--model", "./modle", "--card", "cpu"), "modle"),
+    "a model without a name": (("train.jsonl", "--model", "", "--card", "cpu"), "smollm2-135m"),
     "a card that is unknown": (("train.jsonl", "--model", "tiny", "--card", "RTX 9"), "RTX 9"),
     "a task that is unknown": (("train.jsonl", *TINY, "--task", "rogue"), "rouge"),
     "fields that are misspelt": (("train.jsonl", *TINY, "--fields", "{promt: a}"), "prompt"),
     "a folder for the spec that is not there": (("train.jsonl", *TINY, "--out", "no/spec.yaml"), "--out"),
     "rows and a config": (("train.jsonl", "--from", "config.yaml"), "give one"),
+    "a tool that is unknown": (("--from", "config.yaml", "--tool", "zzz"), "axolotl"),
     "no hours": (("train.jsonl", *TINY, "--hours", "0"), "--hours"),
 }
 

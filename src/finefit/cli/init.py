@@ -162,7 +162,7 @@ def _from_data(out: Path, console: "Console", as_json: bool, ask: Questions, giv
         show_proposals(proposals, card, console)
     usual = from_data.default_model(found, card, proposals)
     what = "base model (a hub id, a folder, or smollm2-135m)"
-    model = ask(what, given["model"], usual, lambda name: _from_folder(name, base))
+    model = ask(what, given["model"], usual, lambda name: _known_model(name, base))
     task = ask("task that scores answers, or none", given["task"], found.task or "none", _known_task)
     chosen = from_data.Choices(model=model, task=task, card=card, epochs=epochs)
     plan = _plan(found, chosen, out, console)
@@ -209,6 +209,12 @@ def _from_folder(path: str, base: Path) -> str:
         return path
     found, root = place.resolve(), base.resolve()
     return found.relative_to(root).as_posix() if found.is_relative_to(root) else found.as_posix()
+
+
+def _known_model(name: str, base: Path) -> str:
+    if not name.strip():
+        raise UserError("the base model has no name", "name a hub id, a folder, or smollm2-135m")
+    return _from_folder(name, base)
 
 
 def _known_card(text: str) -> str:

@@ -81,10 +81,13 @@ def import_config(
     """`target`: the spec file to be written; `tool`: its name, if its config does not show it."""
     document = read_document(path)
     named = next((one for one in TOOLS if tool in (one.slug, one.name)), None) if tool else tool_of(document)
+    slugs = ", ".join(one.slug for one in TOOLS)
+    if named is None and tool:
+        raise SpecError(f"there is no tool {tool}", f"the tools are {slugs}")
     if named is None:
         known = ", ".join(dict.fromkeys(one.name for one in TOOLS))
         problem = f"{path} is {what_is(document) or f'no config of {known}'}"
-        raise SpecError(problem, f"name the tool with --tool: {', '.join(one.slug for one in TOOLS)}")
+        raise SpecError(problem, f"name the tool with --tool: {slugs}")
     config = Config(
         where=str(path),
         values={},
