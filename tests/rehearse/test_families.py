@@ -13,6 +13,7 @@ from finefit.rehearse.rehearsal import Rehearsal, rehearse
 from tests.families import FAMILIES, family_config
 from tests.rehearse.conftest import make_cfg, peak
 from tests.slow_cases import slow_but
+from tests.tiny_types import tiny_config
 
 DEVICES: dict[str, dict[str, Any]] = {
     "ada": {"capability": (8, 9)},
@@ -71,3 +72,21 @@ def test_a_model_that_is_not_causal_is_refused_in_a_sentence_wherever_it_is_buil
         rehearse(_cfg({"model_type": "t5"}))
     with pytest.raises(ModelError, match=told):  # as an evaluation asks first
         layer_shapes('{"model_type": "t5"}')
+
+
+@pytest.mark.parametrize("kind", ["aria", "internvl", "mistral3"])
+def test_a_model_that_takes_images_and_has_no_module_here_is_refused_in_a_sentence(kind: str) -> None:
+    with pytest.raises(ModelError, match=f"^{kind} takes images, and finefit has no module that makes its batches\n"):
+        rehearse(_cfg({"model_type": kind}))
+
+
+@pytest.mark.parametrize("kind", ["llama4_text", "gemma3n_text", "phi4_multimodal"])
+def test_families_of_other_makes_are_rehearsed_and_every_adapter_gets_a_gradient(kind: str) -> None:
+    """A backbone by another name, layers that no text passes."""
+    assert rehearse(_cfg(tiny_config(kind).to_dict())).unreached == ()
+
+
+def test_a_model_that_reads_values_is_refused_by_the_module_that_does() -> None:
+    with pytest.raises(ModelError, match=r"experts\.router reads values of tensors to choose what it computes") as told:
+        rehearse(_cfg(tiny_config("jetmoe").to_dict()))
+    assert "remove `.item()`" in told.value.remedy

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoConfig, PretrainedConfig
+from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils import ModelOutput
@@ -181,18 +181,30 @@ def _rope_limit(text: PretrainedConfig) -> int | None:
     return min(map(int, limits), default=None)
 
 
+def backbone_name(causal: nn.Module) -> str | None:
+    """The attribute of the module below the head: the one that the class names, or that holds the embeddings. None for
+    a model without one."""
+    if not isinstance(causal, PreTrainedModel):
+        return None
+    if causal.base_model is not causal:
+        return str(causal.base_model_prefix)
+    embeddings = causal.get_input_embeddings()
+    children = causal.named_children()
+    return next((child for child, module in children if any(one is embeddings for one in module.modules())), None)
+
+
 def run_backbone(causal: nn.Module, batch: Batch) -> ModelOutput:
     """Runs the batch and its images through the whole model except the head."""
-    vision_forward, backbone = vision_forward_in(causal), causal.base_model
+    vision_forward, backbone = vision_forward_in(causal), getattr(causal, str(backbone_name(causal)))
     if vision_forward is not None:
-        return vision_forward(backbone, batch.input_ids_BT, batch.extra, use_cache=False)  # type: ignore[arg-type]
+        return vision_forward(backbone, batch.input_ids_BT, batch.extra, use_cache=False)
     told: dict[str, Any] = {}
     if (packed := batch.packed) is not None:
         # A four-dimensional mask is passed on as it is: without one transformers would search the positions for packed
         # rows, wait for the device, and make a mask of T x T.
         told = {"position_ids": packed.position_ids_BT, "attention_mask": packed.boundaries_R1[None, None, None]}
         told["packed"] = packed
-    output: ModelOutput = backbone(input_ids=batch.input_ids_BT, use_cache=False, **told)  # type: ignore[operator]
+    output: ModelOutput = backbone(input_ids=batch.input_ids_BT, use_cache=False, **told)
     return output
 
 

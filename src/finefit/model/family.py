@@ -19,7 +19,7 @@ from finefit.errors import ModelError
 from finefit.model.experts import experts_of
 from finefit.model.resolve_model import ADAPTER_CONFIG
 from finefit.model.saved_weights import TRAINED, FrozenWeights, save_with_frozen, whole_weights
-from finefit.model.targets import linear_layers, refuse_unadaptable, unadaptable
+from finefit.model.targets import left_out, linear_layers, refuse_unadaptable, unadaptable
 from finefit.objective.batch import Forward, Objective
 from finefit.spec.models import Layers, Lora, Tower
 from finefit.vision import is_inside, tower_of, unused_modules, vision_forward_in, without_adapter
@@ -109,7 +109,8 @@ class TransformersFamily:
             place = "the model" if vision_forward_in(model) is None else f"the tower {tower}"
             nothing, known = f"no linear layer of {place}", "its linear layers are"
             refuse_unadaptable(model, targets)
-            chosen |= match_targets(self._of_tower(linear, tower), targets, "tuning.targets", nothing, known)
+            able = linear - left_out(model).keys() if targets == "all-linear" else linear
+            chosen |= match_targets(self._of_tower(able, tower), targets, "tuning.targets", nothing, known)
         return chosen
 
     def _of_tower(self, linear: set[str], tower: Tower) -> set[str]:

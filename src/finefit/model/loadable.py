@@ -61,8 +61,11 @@ def require_known_type(config: Mapping[str, Any]) -> None:
 def require_causal(config: PretrainedConfig) -> None:
     """Raises a short error; transformers would list all of its classes."""
     if type(config) not in auto_class(config)._model_mapping:
-        problem = f"transformers has no causal language model of type {config.model_type}, and finefit trains no other"
         families = ", ".join(FAMILIES)
+        if type(config) in transformers.AutoModelForImageTextToText._model_mapping:
+            problem = f"{config.model_type} takes images, and finefit has no module that makes its batches"
+            raise ModelError(problem, f"name a vision-language model of type {families}")
+        problem = f"transformers has no causal language model of type {config.model_type}, and finefit trains no other"
         raise ModelError(problem, f"name a causal language model, or a vision-language model of type {families}")
     if config.model_type in _ENCODERS and not config.is_decoder:
         problem = f"{config.model_type} is an encoder: each token would see the one that it has to predict"
@@ -155,10 +158,10 @@ def _load_headers(folder: Path, config: PretrainedConfig, stored: Mapping[str, T
     tensors = {name: torch.empty(t.shape, dtype=dtypes[t.dtype], device="meta") for name, t in stored.items()}
     with reading_model(folder), torch.device("meta"):
         config.__dict__.pop("quantization_config", None)  # the tensors stand for unpacked ones
-        kind = type(auto_class(config).from_config(config))
-        model, report = kind.from_pretrained(
+        built = auto_class(config).from_config(config)
+        model, report = type(built).from_pretrained(
             None,
-            config=config,
+            config=built.config,  # of its language model alone, where the model's own also describes others
             state_dict=tensors,
             device_map={"": "meta"},
             dtype=torch.bfloat16,

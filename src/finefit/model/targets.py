@@ -9,13 +9,15 @@ from transformers.pytorch_utils import Conv1D
 
 from finefit.errors import ModelError
 from finefit.model.experts import is_router, placeholder_experts
+from finefit.model.reach import idle_layers
 from finefit.spec.models import Layers
-from finefit.vision import is_inside
+from finefit.vision import is_inside, vision_forward_in
 
 _ROUTER = "a router answers with a choice of experts"
 _FUSED = "a kernel reads the weights of these state-space layers and would ignore adapters"
 _TAKEN = "peft takes these names for those of the experts"
 _OTHERS = "a block that several layers share holds one of these for each of them"
+_IDLE = "no text passes these layers, so their adapters would get no gradient"
 _LISTED = "_adapter_list"
 """The end of the names of Zamba 2's low-rank layers in a shared block."""
 _STATE_SPACE = ("A_log", "D")
@@ -49,6 +51,13 @@ def unadaptable(model: PreTrainedModel) -> dict[str, str]:
         elif _last(name) in taken:
             found[name] = _TAKEN
     return found
+
+
+def left_out(model: PreTrainedModel) -> dict[str, str]:
+    """Linear layers that `all-linear` does not adapt, with the reason: beside those that cannot carry an adapter, those
+    that no text passes. A vision-language model is told by its family which layers its rows reach."""
+    idle = frozenset[str]() if vision_forward_in(model) is not None else idle_layers(model)
+    return dict.fromkeys(sorted(linear_layers(model) & idle), _IDLE) | unadaptable(model)
 
 
 def _is_taken(model: PreTrainedModel, last: str) -> bool:

@@ -26,7 +26,7 @@ from finefit.model.load import base_bits, make_trainable, weight_dtype
 from finefit.model.loadable import require_causal, require_known_type
 from finefit.model.quantised import packed_layers, packed_weights, require_trainable
 from finefit.model.resolve_model import custom_source_in
-from finefit.model.targets import unadaptable
+from finefit.model.targets import left_out
 from finefit.objective.batch import Extra
 from finefit.rehearse import fake_kernels, fake_layers
 from finefit.rehearse.recorder import Recorder
@@ -350,7 +350,7 @@ def _left_out(model: nn.Module, tuning: Tuning) -> dict[str, tuple[str, ...]]:
     base, found = vision.without_adapter(model), dict[str, tuple[str, ...]]()
     targets = tuning.targets if isinstance(tuning, Lora) else ()
     takes_all = "all-linear" in (targets.values() if isinstance(targets, dict) else (targets,))
-    for name, reason in unadaptable(base).items() if takes_all and isinstance(base, PreTrainedModel) else ():
+    for name, reason in left_out(base).items() if takes_all and isinstance(base, PreTrainedModel) else ():
         found[reason] = (*found.get(reason, ()), name)
     return found
 

@@ -213,6 +213,7 @@ def untraceable(model: nn.Module, recorder: Recorder, error: Exception) -> Model
     place = f" in {module}" if module else ""
     problem = f"{operation}{place} failed on fake tensors: {first_line(error)}"
     if isinstance(error, _NEEDS_VALUES):
+        problem = f"{module or 'its forward'} reads values of tensors to choose what it computes ({operation})"
         remedy = "remove `.item()`, boolean masks and `if tensor` from this module's forward"
         remedy = f"a rehearsal has shapes but no values: {remedy}"
     else:

@@ -24,6 +24,7 @@ from finefit.artifacts.reading import is_there, read_document
 from finefit.artifacts.records import Levers
 from finefit.artifacts.stage_records import Stage
 from finefit.errors import SpecError
+from finefit.model.attention import backbone_name
 from finefit.model.saved_weights import full_shape
 from finefit.objective.batch import Batch, Forward
 from finefit.spec.schema import AdamW, DeepSpeed, Engine
@@ -102,7 +103,7 @@ class ZeroEngine(ShardedEngine):
             # every rank to call the same modules, and gathers by what was called before. So it does not see the calls
             # beside the backbone; the weights that they need are gathered beforehand.
             causal = without_adapter(model)
-            backbone = set(getattr(causal, str(causal.base_model_prefix)).modules())
+            backbone = set(getattr(causal, str(backbone_name(causal))).modules())
             for module in causal.modules():
                 if module not in backbone:
                     module._forward_pre_hooks.clear()

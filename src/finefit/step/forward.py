@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from finefit.artifacts.records import Levers
 from finefit.errors import ModelError, SpecError
 from finefit.model.adapter import as_reference, freeze_reference
-from finefit.model.attention import run_backbone
+from finefit.model.attention import backbone_name, run_backbone
 from finefit.model.experts import product_dtype, record_routing, routers_of, top_k_of
 from finefit.model.family import Watch, family_of
 from finefit.objective import losses
@@ -48,8 +48,7 @@ def bind(
     if (own := family_of(model).own_forward(autocast, watch)) is not None:
         return own
     causal = without_adapter(model)
-    backbone = getattr(causal, str(getattr(causal, "base_model_prefix", "")), None)
-    if not isinstance(backbone, nn.Module) or backbone is causal:
+    if backbone_name(causal) is None:
         problem = f"{type(causal).__name__} has no backbone below its head"
         raise ModelError(problem, "finefit trains transformers' causal language models")
     has_vision = vision_forward_in(causal) is not None
@@ -151,7 +150,7 @@ class _FixedOutput(nn.Module):
 def logits_after(causal: nn.Module, hidden_BTH: Tensor, answer: Callable[..., Any] = _LanguageOutput) -> Tensor:
     """The logits that the code after the backbone computes from these hidden states. `answer` wraps them as the
     backbone's output; the default is that of a vision-language model outside training."""
-    name = str(causal.base_model_prefix)
+    name = str(backbone_name(causal))
     backbone = getattr(causal, name)
     setattr(causal, name, _FixedOutput(answer(last_hidden_state=hidden_BTH), backbone))
     try:
