@@ -38,9 +38,11 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
 _INTEGERS |= {"U8": torch.uint8, "BOOL": torch.bool}
 _ENCODERS = (
-    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
-    *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    *("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm"),
+    *("roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
+SEEING_AHEAD = ("big_bird", "cpmant", "megatron-bert", "moshi", "prophetnet", "rembert", "roformer", "xlm", "xlnet")
+"""Model types whose tokens depend on later ones, or on how many there are, as decoders too."""
 _DRAFTING = ("gemma4_assistant", "gemma4_unified_assistant")
 """Model types that draft tokens from the hidden states of another model."""
 _SHOWN = 3
@@ -69,6 +71,9 @@ def require_causal(config: PretrainedConfig) -> None:
         raise ModelError(problem, f"name a causal language model, or a vision-language model of type {families}")
     if config.model_type in _ENCODERS and not config.is_decoder:
         problem = f"{config.model_type} is an encoder: each token would see the one that it has to predict"
+        raise ModelError(problem, "use a causal language model")
+    if config.model_type in SEEING_AHEAD:
+        problem = f"{config.model_type} reads later tokens too, so it would see what it has to predict"
         raise ModelError(problem, "use a causal language model")
     if config.model_type in _DRAFTING:
         problem = f"{config.model_type} only drafts tokens for another model, whose hidden states it reads"
