@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from finefit.artifacts.forecasts import EvalBatchLimit
 from finefit.data.rows import ImageRef, Message, Row
 from finefit.errors import DataError, Resumable
-from finefit.evaluate.batches import Answer, ImagePrefetch, answers, in_batches, require_images
+from finefit.evaluate.batches import Answer, ImagePrefetch, answers, in_batches, limit_for, require_images
 from finefit.evaluate.decoding import decode
 from finefit.vision.family import ImageInput
 from tests.conftest import make_model
 from tests.evaluate.conftest import LIMIT, MESSAGES, RENDERER, never
+from tests.tiny_types import tiny_config
 from tests.vision_models import digit_image
 
 PROMPTS = [RENDERER.prompt_tokens(messages[:-1]) for messages in MESSAGES]
@@ -95,6 +96,18 @@ def test_rows_stand_alone_where_the_longest_would_turn_the_positions_of_all(
     monkeypatch.setattr("finefit.evaluate.batches.decode", seen)
     list(answers(model, RENDERER, PROMPTS, max_new_tokens=max_new_tokens, batch_limit=WIDE, device="cpu", warn=never))
     assert set(sizes) == {most}
+
+
+@pytest.mark.parametrize("kind", ["git", "rwkv", "xlstm", "mamba"])
+def test_a_model_that_would_read_the_padding_of_others_answers_as_it_does_alone(kind: str) -> None:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(5)  # so far from zero that every token counts
+    limit = limit_for(model, list(map(len, PROMPTS)), WIDE)
+    assert (limit.rows == 1) == (kind != "mamba")
+    together, alone = (_answers(model, batch_limit=one, max_new_tokens=4) for one in (WIDE, replace(WIDE, rows=1)))
+    assert together == alone
 
 
 # what is computed together

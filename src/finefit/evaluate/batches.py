@@ -37,6 +37,8 @@ ImageRefs = Sequence[Sequence[ImageRef]]
 """The images of each row."""
 _VALUES_AHEAD: Final = 1 << 28  # pixel values that may wait for their batch: 1 GiB
 _READERS, _NUM_SHOWN = 8, 5
+_READS_PADDING = ("git", "rwkv", "xlstm")
+"""Model types that read the padding of a shorter prompt, whatever its attention mask says."""
 
 
 def in_batches(
@@ -85,8 +87,9 @@ def _attempt(compute: Callable[[list[int]], Sequence[T]], chosen: list[int]) -> 
 
 
 def limit_for(model: nn.Module, lengths: Sequence[int], batch_limit: EvalBatchLimit) -> EvalBatchLimit:
-    """Limits batches to one row if a long row would change the others beside it."""
-    is_changing = turns_by_longest(causal_of(model).config, max(lengths, default=0))
+    """Limits batches to one row if a row would change the others beside it."""
+    config = causal_of(model).config
+    is_changing = config.model_type in _READS_PADDING or turns_by_longest(config, max(lengths, default=0))
     return replace(batch_limit, rows=1) if is_changing else batch_limit
 
 
