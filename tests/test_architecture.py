@@ -81,6 +81,7 @@ ALLOWED = {
     ("finefit.importers.documents", "_yaml"): _MEMORY,
     ("finefit.bounded", "open_descriptor"): "the guarded reader itself",
     ("finefit.bounded", "parse_json"): "the guarded reader itself",
+    ("finefit.artifacts.atomic", "claimed_folder"): "to lock a folder, of which nothing is read",
     ("finefit.artifacts.atomic", "sync"): "nothing is read",
     ("finefit.artifacts.cache", "source_digest"): _OURS,
     ("finefit.custom.inputs", "__call__"): "a config that finefit wrote as text to hand it on",
@@ -107,6 +108,8 @@ ALLOWED = {
     ("finefit.spec.load", "changed_text"): _MEMORY,
     ("finefit.tasks.short_answer", "_json_object"): "the answer of a model, of at most max_new_tokens",
     ("finefit.train.ranks", "rendezvous"): "a message of another rank of the same run",
+    ("finefit.web.linked_pages", "made"): "a page that a process of finefit wrote a moment before",
+    ("finefit.web.linked_pages", "_address_of"): "what a process of finefit says first",
     ("finefit.web.server", "file_response"): _OURS,
     ("finefit.web.server", "body_of"): "the body of a request, which the server has limited",
 }
