@@ -26,7 +26,7 @@ from finefit.artifacts.export_records import ExportedFormat, ExportReport
 from finefit.facts.machine import count_cores, read_cpu_model
 from finefit.stats.intervals import Interval
 
-FORMATS = ("merged:bf16", "gguf:bf16", "gguf:q8_0", "gguf:q4_k_m")
+FORMATS = ("adapter", "merged:fp32", "merged:bf16", "gguf:bf16", "gguf:q8_0", "gguf:q4_k_m", "gguf-lora")
 ALL_ROWS = 1000
 """More prompts than a demonstration has test rows."""
 
