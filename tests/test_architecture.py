@@ -183,3 +183,13 @@ def test_a_reader_of_its_own_is_noticed(line: str) -> None:
 @pytest.mark.parametrize("line", ["path.open('w')", "ledger.open('train', reader)", "bounded.read_bytes(path, 9)"])
 def test_what_writes_or_is_guarded_is_not(line: str) -> None:
     assert _reading_functions(f"def read(path):\n    return {line}\n", "new") == set()
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """One name for each concept: a reader who finds a class by its name has found the one that is meant."""
+    defined: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "src" / "finefit").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                defined.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    assert {name: places for name, places in defined.items() if len(places) > 1} == {}

@@ -18,7 +18,7 @@ import pytest
 from finefit.artifacts.records import read_record
 from finefit.artifacts.rundir import StageDir
 from finefit.artifacts.stage_records import EvalResult
-from finefit.cli.chat_session import _COMMANDS, ChatSession, Lines, append_row, converse
+from finefit.cli.chat_session import _COMMANDS, ChatSession, LineInput, append_row, converse
 from finefit.data.rows import Message, Row
 from finefit.data.sources import open_source
 from finefit.errors import DataError, FinefitError
@@ -220,7 +220,7 @@ class _Slow:
         yield Piece(text=" three", new_tokens=sampling.max_new_tokens)
 
 
-class _Keys(Lines):
+class _Keys(LineInput):
     """What is typed; None is Ctrl-C at the prompt."""
 
     def __init__(self, *typed: str | None) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from finefit.drafts.data_file import DataFile, look_at
+from finefit.drafts.data_file import InspectedData, look_at
 from finefit.drafts.from_data import (
     Choices,
     default_epochs,
@@ -32,12 +32,12 @@ from tests.conftest import make_rows, write_jsonl
 HUB = "Qwen/Qwen3-0.6B"
 
 
-def _spec(found: DataFile, folder: Path, **chosen: Any) -> Spec:
+def _spec(found: InspectedData, folder: Path, **chosen: Any) -> Spec:
     asked = Choices(**({"model": HUB, "task": found.task, "card": "cpu", "epochs": 2.0} | chosen))
     return parse_spec(text_of(found, asked, folder), where="spec.yaml")
 
 
-def _rows(folder: Path, count: int) -> DataFile:
+def _rows(folder: Path, count: int) -> InspectedData:
     write_jsonl(folder / "train.jsonl", make_rows(count))
     return look_at("train.jsonl", folder)
 

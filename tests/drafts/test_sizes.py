@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finefit.drafts.sizes import SIZES, ModelSize, size_named
+from finefit.drafts.sizes import SIZES, ProposedSize, size_named
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: size.id)
-def test_the_counted_parameters_are_those_of_the_model(size: ModelSize) -> None:
+def test_the_counted_parameters_are_those_of_the_model(size: ProposedSize) -> None:
     with torch.device("meta"):
         config = AutoConfig.for_model(**size.config)
         model = AutoModelForCausalLM.from_config(config)

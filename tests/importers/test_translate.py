@@ -11,7 +11,7 @@ from finefit.drafts.from_config import num_packs
 from finefit.errors import SpecError
 from finefit.importers import TOOLS, tool_of, what_is
 from finefit.importers.documents import arguments_of, read_document
-from finefit.importers.keys import Config, NotTrainedHere, Row, Tool
+from finefit.importers.keys import Config, NotTrainedHere, SeenRow, Tool
 from finefit.importers.training import names_of_pattern
 from finefit.importers.translate import Translation, grouped, translate
 from finefit.spec import reader
@@ -318,7 +318,7 @@ def test_a_long_conversation_is_cut_turn_by_turn_as_in_llama_factory(tmp_path: P
     prompt of 90 keeps 40; the third turn finds no room."""
     found = translated(tmp_path, FACTORY.replace("cutoff_len: 2048", "cutoff_len: 100"))
     turns = ((10, 20), (90, 30), (5, 5))
-    row = Row(length=160, supervised=55, is_conversation=True, turns=turns)
+    row = SeenRow(length=160, supervised=55, is_conversation=True, turns=turns)
     assert found.tool.seen(row, found.config) == (100, 50)
 
 

@@ -246,7 +246,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
 def open_screen(*, as_json: bool) -> Screen:
     if as_json:
         return JsonLines()
-    return Terminal() if sys.stdin.isatty() and sys.stdout.isatty() else Lines()
+    return Terminal() if sys.stdin.isatty() and sys.stdout.isatty() else LineInput()
 
 
 def _message(read_line: Callable[[str], str | None]) -> str | None:
@@ -323,7 +323,7 @@ def _side_by_side(tuned: str, base: str) -> Table:
     return table
 
 
-class Lines:
+class LineInput:
     """A failure ends the chat, so that a script notices it."""
 
     def __init__(self) -> None:
@@ -355,7 +355,7 @@ class Lines:
         raise error
 
 
-class JsonLines(Lines):
+class JsonLines(LineInput):
     def answered(self, said: str, answer: ChatReply, base: ChatReply | None) -> None:
         document = {"prompt": said, **_document(answer)} | ({"base": _document(base)} if base is not None else {})
         typer.echo(json.dumps(document, ensure_ascii=False))

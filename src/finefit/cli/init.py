@@ -14,7 +14,7 @@ from finefit.errors import HubUnreachable, UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from finefit.drafts.data_file import DataFile
+    from finefit.drafts.data_file import InspectedData
     from finefit.drafts.from_data import Choices, Proposal
     from finefit.report.plan import RunPlan
 
@@ -77,7 +77,7 @@ def init(
     console = open_console(as_json=as_json)
     if config is not None:
         return _from_config(config, out, console, as_json, tool=tool, devices=devices, dataset_info=dataset_info)
-    ask = Questions(is_asked=not (yes or as_json) and sys.stdin.isatty())
+    ask = InitQuestions(is_asked=not (yes or as_json) and sys.stdin.isatty())
     given: dict[str, Any] = {"data": data, "fields": fields, "card": card, "model": model, "task": task}
     given |= {"epochs": epochs, "hours": hours}
     return _from_data(out, console, as_json, ask, given)
@@ -113,7 +113,7 @@ def _from_config(
         show_import(found, console, written=str(out))
 
 
-class Questions:
+class InitQuestions:
     """Asks on a terminal, again after an answer that cannot be used; takes flags and defaults otherwise."""
 
     def __init__(self, *, is_asked: bool) -> None:
@@ -137,7 +137,7 @@ class Questions:
         return answer
 
 
-def _from_data(out: Path, console: "Console", as_json: bool, ask: Questions, given: dict[str, Any]) -> None:
+def _from_data(out: Path, console: "Console", as_json: bool, ask: InitQuestions, given: dict[str, Any]) -> None:
     """Nothing is written before the spec is planned: rows or a model that it cannot be planned with end the command."""
     from datetime import datetime
 
@@ -192,7 +192,7 @@ def _from_data(out: Path, console: "Console", as_json: bool, ask: Questions, giv
         raise typer.Exit(1)
 
 
-def _read_rows(path: str, fields: str | None, base: Path, console: "Console") -> "DataFile":
+def _read_rows(path: str, fields: str | None, base: Path, console: "Console") -> "InspectedData":
     from finefit.drafts.data_file import look_at
     from finefit.drafts.from_data import parse_fields
 
@@ -244,7 +244,7 @@ def _positive(hours: str | float) -> float:
     return found
 
 
-def _plan(found: "DataFile", chosen: "Choices", out: Path, console: "Console") -> "RunPlan | None":
+def _plan(found: "InspectedData", chosen: "Choices", out: Path, console: "Console") -> "RunPlan | None":
     """What `finefit plan` will say of the spec. A model that cannot be fetched is planned by its shape; None if that is
     not known."""
     from finefit import api

@@ -30,7 +30,7 @@ _MAX_BAD_SHARE: float = Data.model_fields["drop_at_most"].default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataFile:
+class InspectedData:
     """`path`: as the user wrote it."""
 
     path: str
@@ -86,7 +86,7 @@ class _Rows:
     is_whole: bool
 
 
-def look_at(path: str, base: Path, fields: Fields | None = None) -> DataFile:
+def look_at(path: str, base: Path, fields: Fields | None = None) -> InspectedData:
     """Raises a DataError that says what is wrong with a file that cannot be trained on."""
     if path.lower().endswith(_CONFIGS):
         remedy = f"finefit init --from {path} translates a config of another tool; finefit plan {path} plans a spec"
@@ -109,7 +109,7 @@ def look_at(path: str, base: Path, fields: Fields | None = None) -> DataFile:
     prompts = Counter(_prompt(row) for row in rows)
     task, why = _task(rows, found.shape.name)
     bad = [row for one in (found, *others.values()) for row in one.bad]
-    return DataFile(
+    return InspectedData(
         path=path,
         fields=fields,
         shape=found.shape.name,

@@ -17,12 +17,12 @@ import numpy as np
 from finefit.data.examples import Example, open_examples
 from finefit.data.files import find_files
 from finefit.data.records import DataRecord, read_records
-from finefit.data.rows import Row as DataRow
+from finefit.data.rows import Row
 from finefit.data.sources import open_source
 from finefit.errors import FinefitError, SpecError, first_line
 from finefit.importers import TOOLS, tool_of, what_is
 from finefit.importers.documents import read_document
-from finefit.importers.keys import Config, Packed, Row
+from finefit.importers.keys import Config, SeenRow, ToolPacks
 from finefit.importers.translate import Line, Translation, grouped, translate
 from finefit.model.resolve_model import read_stub
 from finefit.plan.prepared_data import missing, prepare_data
@@ -37,7 +37,7 @@ _CONVERSATIONS = ("chat messages", "ShareGPT conversations")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class TrainedCounts:
     """What a training trains on."""
 
     rows: int
@@ -49,9 +49,9 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    theirs: Counts
-    ours: Counts
+class ComparedCounts:
+    theirs: TrainedCounts
+    ours: TrainedCounts
 
     def lines(self) -> dict[str, tuple[int | float, int | float]]:
         """Returns the figures of both by name, as far as a difference is worth showing."""
@@ -70,7 +70,7 @@ class Imported:
     translation: Translation
     spec: Spec
     text: str
-    compared: Compared | None
+    compared: ComparedCounts | None
     not_compared: str = ""
     """Why there is no comparison."""
 
@@ -122,10 +122,10 @@ def _count_rows(source: Mapping[str, Any], *, base: Path) -> int | None:
         reader = open_source(Source.model_validate(source, strict=False), base, split="train")
     except (FinefitError, ValueError):
         return None
-    return sum(isinstance(row, DataRow) for row in reader.rows())
+    return sum(isinstance(row, Row) for row in reader.rows())
 
 
-def rows_of(spec: Spec, base: Path, *, limited: bool) -> list[Row]:
+def rows_of(spec: Spec, base: Path, *, limited: bool) -> list[SeenRow]:
     """Returns the training rows, those held out included, as the spec uses them, or as they are without a limit of
     length. Raises an error if data or tokenizer are not here."""
     if isinstance(spec.objective, Dpo):
@@ -146,7 +146,7 @@ def rows_of(spec: Spec, base: Path, *, limited: bool) -> list[Row]:
     is_talk = all(ledger.shape in _CONVERSATIONS for ledger in prepared.record.sources)
     counts = zip(examples.lengths, examples.supervised_counts, strict=True)
     return [
-        Row(
+        SeenRow(
             length=int(length),
             supervised=int(supervised),
             is_conversation=is_talk,
@@ -165,7 +165,7 @@ def _turns(supervised: Sequence[bool]) -> tuple[tuple[int, int], ...]:
     return tuple((prompt, answer) for (_, prompt), (_, answer) in zip(starts[::2], starts[1::2], strict=False))
 
 
-def _rows_of_tool(found: Translation, spec: Spec, base: Path) -> list[Row]:
+def _rows_of_tool(found: Translation, spec: Spec, base: Path) -> list[SeenRow]:
     """Returns the rows without a limit of length, as the tool words them where the spec cannot say it."""
     write = found.tool.wording(found.config)
     if write is None:
@@ -182,13 +182,13 @@ def _rows_of_tool(found: Translation, spec: Spec, base: Path) -> list[Row]:
         return rows_of(spec.model_copy(update={"data": data}), base, limited=False)
 
 
-def _packed(rows: Sequence[Row], found: Translation, spec: Spec) -> Packed | None:
+def _packed(rows: Sequence[SeenRow], found: Translation, spec: Spec) -> ToolPacks | None:
     """Packs the rows as the tool does; None if a step has rows."""
     size = found.tool.packs(found.config)
     lengths = [seen for seen, _ in (found.tool.seen(row, found.config) for row in rows) if seen]
     if size is None or not lengths:
         return None
-    return Packed(rows_per_pack=len(lengths) / num_packs(lengths, size), num_rows=_num_trained(len(lengths), spec))
+    return ToolPacks(rows_per_pack=len(lengths) / num_packs(lengths, size), num_rows=_num_trained(len(lengths), spec))
 
 
 def _num_trained(rows: int, spec: Spec) -> int:
@@ -207,20 +207,20 @@ def num_packs(lengths: Sequence[int], size: int) -> int:
     return count
 
 
-def _compare(rows: Sequence[Row], ours: Sequence[Row], found: Translation, spec: Spec) -> Compared:
+def _compare(rows: Sequence[SeenRow], ours: Sequence[SeenRow], found: Translation, spec: Spec) -> ComparedCounts:
     seen = [found.tool.seen(row, found.config) for row in rows]
     count, packed = found.tool.per_step(found.config), found.config.packed
-    return Compared(
+    return ComparedCounts(
         theirs=_counts([one for one in seen if one[0]], packed.rows_of(count) if packed else count, spec),
         ours=_counts([(row.length, row.supervised) for row in ours], spec.global_batch, spec),
     )
 
 
-def _counts(rows: Sequence[tuple[int, int]], per_step: float, spec: Spec) -> Counts:
+def _counts(rows: Sequence[tuple[int, int]], per_step: float, spec: Spec) -> TrainedCounts:
     per_epoch = math.ceil(_num_trained(len(rows), spec) / per_step)
     steps = spec.schedule.steps or max(1, math.ceil((spec.schedule.epochs or 1) * per_epoch))
     lengths = np.array(rows, np.int64).reshape(-1, 2)
-    return Counts(
+    return TrainedCounts(
         rows=len(rows),
         tokens=int(lengths[:, 0].sum()),
         supervised=int(lengths[:, 1].sum()),
@@ -253,7 +253,7 @@ def document(found: Imported) -> dict[str, Any]:
         "compared": None
         if found.compared is None
         else {
-            side: {name: getattr(counts, name) for name in Counts.__slots__}
+            side: {name: getattr(counts, name) for name in TrainedCounts.__slots__}
             for side, counts in (("theirs", found.compared.theirs), ("ours", found.compared.ours))
         },
     }

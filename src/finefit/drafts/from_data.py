@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from finefit.artifacts.forecasts import Forecast, Lengths
-from finefit.drafts.data_file import DataFile, tokens_of
-from finefit.drafts.sizes import EMBEDDED, SIZES, ModelSize
+from finefit.drafts.data_file import InspectedData, tokens_of
+from finefit.drafts.sizes import EMBEDDED, SIZES, ProposedSize
 from finefit.facts.cards import parse_card
 from finefit.facts.nvml import read_cards
 from finefit.plan.client import forecast, shared_planner
@@ -45,7 +45,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    size: ModelSize
+    size: ProposedSize
     fits: bool
     hours: float | None
     """By the plan; None if the card's rates are not known."""
@@ -57,13 +57,13 @@ def default_card() -> str:
     return "auto" if read_cards()[0] else "cpu"
 
 
-def default_epochs(data: DataFile) -> int:
+def default_epochs(data: InspectedData) -> int:
     """Few rows are seen more often."""
     rows = trained_rows(data)
     return 3 if rows < 1000 else 2 if rows < 10_000 else 1
 
 
-def trained_rows(data: DataFile) -> int:
+def trained_rows(data: InspectedData) -> int:
     """Long texts go on in the next row."""
     if data.kind != "text":
         return data.rows
@@ -76,7 +76,7 @@ def parse_fields(text: str) -> Fields:
     return parse_spec("\n".join(lines), where="--fields").data.train[0].fields
 
 
-def propose(data: DataFile, card: str, epochs: float, base: Path) -> tuple[Proposal, ...]:
+def propose(data: InspectedData, card: str, epochs: float, base: Path) -> tuple[Proposal, ...]:
     """Plans the sizes that a rule of thumb lets onto the card, from the largest; the first one that fits ends the
     search."""
     found: list[Proposal] = []
@@ -97,7 +97,7 @@ def propose(data: DataFile, card: str, epochs: float, base: Path) -> tuple[Propo
     return tuple(found)
 
 
-def worth_a_plan(card: str) -> Sequence[ModelSize]:
+def worth_a_plan(card: str) -> Sequence[ProposedSize]:
     """The largest first."""
     budget = _budget_bytes(card)
     small = [size for size in SIZES if size.parameters * _BYTES_PER_PARAMETER <= budget] or [SIZES[0]]
@@ -110,7 +110,7 @@ def _budget_bytes(card: str) -> int:
     return asked.memory_bytes or next((one.free_bytes or 0 for one in here), 0)
 
 
-def plan_of(data: DataFile, size: ModelSize, card: str, epochs: float, base: Path) -> Forecast:
+def plan_of(data: InspectedData, size: ProposedSize, card: str, epochs: float, base: Path) -> Forecast:
     """A plan by the model's shape, with lengths estimated from bytes: nothing is downloaded."""
     values = spec_values(data, Choices(model=size.id, task=None, card=card, epochs=epochs))
     values["model"] = {"kind": "shape", "config": size.config}
@@ -118,7 +118,7 @@ def plan_of(data: DataFile, size: ModelSize, card: str, epochs: float, base: Pat
     return forecast(spec, base, (card,), _lengths(data, spec))[0]
 
 
-def _lengths(data: DataFile, spec: Spec) -> Lengths:
+def _lengths(data: InspectedData, spec: Spec) -> Lengths:
     longest = min(data.tokens(1.0), spec.data.max_tokens)
     mean = min(float(longest), float(tokens_of(sum(data.bytes) / len(data.bytes))))
     is_text, sides = data.kind == "text", 2 if data.kind == "pair" else 1
@@ -134,7 +134,7 @@ def _lengths(data: DataFile, spec: Spec) -> Lengths:
     )
 
 
-def default_model(data: DataFile, card: str, proposals: Sequence[Proposal]) -> str:
+def default_model(data: InspectedData, card: str, proposals: Sequence[Proposal]) -> str:
     if data.num_images:
         return _IMAGE_MODEL
     fitting = [proposal for proposal in proposals if proposal.fits]
@@ -152,14 +152,14 @@ def model_values(name: str, base: Path) -> dict[str, str]:
     return {"kind": "hub", "id": name}
 
 
-def max_tokens(data: DataFile) -> int:
+def max_tokens(data: InspectedData) -> int:
     """So many that no tokenizer makes more of the longest row, as far as that is usual. It is a limit alone: memory is
     planned for the rows as they are."""
     widest = _TEXT_TOKENS if data.kind == "text" else _WIDEST
     return min(widest, max(128, 64 * math.ceil((max(data.bytes) + 64) / 64))) + _IMAGE_TOKENS * data.num_images
 
 
-def spec_values(data: DataFile, chosen: Choices, base: Path = Path()) -> dict[str, Any]:
+def spec_values(data: InspectedData, chosen: Choices, base: Path = Path()) -> dict[str, Any]:
     fields = data.fields.model_dump(exclude_none=True)
     how: dict[str, Any] = ({"where": data.where} if data.where else {}) | ({"fields": fields} if fields else {})
     rows: dict[str, Any] = {"train": [{"path": data.path} | how], "max_tokens": max_tokens(data)}
@@ -190,7 +190,7 @@ def spec_values(data: DataFile, chosen: Choices, base: Path = Path()) -> dict[st
     return values
 
 
-def _asked(data: DataFile) -> dict[str, int]:
+def _asked(data: InspectedData) -> dict[str, int]:
     limit = {"limit": _SCORED_ROWS} if data.test_rows > _SCORED_ROWS else {}
     if data.kind in ("text", "pair"):
         return limit
@@ -214,13 +214,13 @@ def rounded_hours(seconds: float) -> str:
     return f"{math.ceil(seconds / 36) / 100:g}"
 
 
-def _limit_words(data: DataFile) -> str:
+def _limit_words(data: InspectedData) -> str:
     if data.kind == "text":
         return "a longer text goes on in the next row"
     return "no row of the file reaches it" if max(data.bytes) < _WIDEST else "see too_long"
 
 
-def text_of(data: DataFile, chosen: Choices, base: Path) -> str:
+def text_of(data: InspectedData, chosen: Choices, base: Path) -> str:
     values = spec_values(data, chosen, base)
     comments = {
         "model": "the base model: a hub id, or {kind: folder, path: ...}",

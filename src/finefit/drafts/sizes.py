@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSize:
+class ProposedSize:
     id: str
     """On the hub."""
     config: dict[str, Any]
@@ -22,7 +22,7 @@ class ModelSize:
         return int(c["num_hidden_layers"] * layer + ends)
 
 
-def _qwen3(size: str, hidden: int, mlp: int, layers: int, heads: int, *, tied: bool) -> ModelSize:
+def _qwen3(size: str, hidden: int, mlp: int, layers: int, heads: int, *, tied: bool) -> ProposedSize:
     config = {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
@@ -37,7 +37,7 @@ def _qwen3(size: str, hidden: int, mlp: int, layers: int, heads: int, *, tied: b
         "tie_word_embeddings": tied,
         "dtype": "bfloat16",
     }
-    return ModelSize(id=f"Qwen/Qwen3-{size}", config=config)
+    return ProposedSize(id=f"Qwen/Qwen3-{size}", config=config)
 
 
 SIZES = (
@@ -52,5 +52,5 @@ SIZES = (
 EMBEDDED = "smollm2-135m"
 
 
-def size_named(name: str) -> ModelSize | None:
+def size_named(name: str) -> ProposedSize | None:
     return next((size for size in SIZES if size.id.lower() == name.lower()), None)

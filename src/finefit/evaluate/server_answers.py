@@ -55,7 +55,7 @@ class AnswerServer:
         if not task.generates or any(any(task.candidates(row)) for row in rows.values()):
             problem = f"{task.name} needs likelihoods of given answers, which a server does not give"
             raise RunError(problem, "leave server out, or name a task that reads an answer")
-        items = {at: _Item(row=row, prompt=self._prompt(row)) for at, row in rows.items()}
+        items = {at: _ServedItem(row=row, prompt=self._prompt(row)) for at, row in rows.items()}
         for at, answer in ask_all(self.client, items, self._ask, at_once=self.server.concurrency):
             if answer.is_cut and not answer.text:
                 self.cut_without_text.append(at)
@@ -84,7 +84,7 @@ class AnswerServer:
             raise DataError(f"{row.place} shows an image, which a prompt of tokens cannot", "set endpoint: chat")
         return self.renderer.prompt_tokens(row.prompt, tools=row.tools, max_tokens=self.max_prompt_tokens)
 
-    def _ask(self, item: "_Item") -> Answer:
+    def _ask(self, item: "_ServedItem") -> Answer:
         body = {"model": self.server.model, "temperature": 0, "seed": self.seed, "max_tokens": self.max_new_tokens}
         at_most = _REPLY_BYTES + _TOKEN_BYTES * self.max_new_tokens
         how: dict[str, Any] = {"about": f" {item.row.place}", "at_most": at_most}
@@ -108,7 +108,7 @@ class AnswerServer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Item:
+class _ServedItem:
     row: Row
     prompt: Sequence[Message] | list[int]
 

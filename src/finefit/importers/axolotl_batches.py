@@ -3,7 +3,7 @@
 from typing import Any
 
 from finefit.importers import training as shared
-from finefit.importers.keys import Config, Outcome, Row, translated
+from finefit.importers.keys import Config, Outcome, SeenRow, translated
 
 
 def batch(value: Any, config: Config) -> Outcome:
@@ -47,7 +47,7 @@ def packs(config: Config) -> int | None:
     return config.whole("sequence_len") * (_product(config)[0] if _is_one_pack(config) else 1)
 
 
-def seen(row: Row, config: Config) -> tuple[int, int]:
+def seen(row: SeenRow, config: Config) -> tuple[int, int]:
     if row.length > config.whole("sequence_len"):
         return 0, 0
     return row.length, row.length if config.is_on("train_on_inputs") else row.supervised

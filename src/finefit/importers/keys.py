@@ -51,7 +51,7 @@ class Config:
     """Processes of the training, which are given to the launcher and not to the config."""
     dataset_info: Path | None = None
     """LLaMA-Factory's list of datasets, if the user names it."""
-    packed: "Packed | None" = None
+    packed: "ToolPacks | None" = None
     """Measured, where the tool packs rows and the data is here."""
     count_rows: Callable[[Mapping[str, Any]], int | None] = lambda source: None
     """Counts the rows of a source; None if they are not here."""
@@ -91,7 +91,7 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class ToolPacks:
     """The rows of a training in packs."""
 
     rows_per_pack: float
@@ -123,7 +123,7 @@ Keys = Mapping[str, Key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class SeenRow:
     """A row as finefit would write it without a limit of length, in tokens."""
 
     length: int
@@ -134,11 +134,11 @@ class Row:
     """Tokens before every answer that is trained on, and of the answer with its end."""
 
 
-Seen = Callable[[Row, Config], tuple[int, int]]
+Seen = Callable[[SeenRow, Config], tuple[int, int]]
 """Returns the tokens of a row that the tool trains with, and those it trains on; nothing of a dropped row."""
 
 
-def cut_at_the_end(row: Row, limit: int, *, answers_only: bool) -> tuple[int, int]:
+def cut_at_the_end(row: SeenRow, limit: int, *, answers_only: bool) -> tuple[int, int]:
     """The answer is the end of the row."""
     kept = min(row.length, limit)
     return kept, max(0, kept - (row.length - row.supervised)) if answers_only else kept

@@ -13,7 +13,7 @@ from finefit.importers.keys import (
     Key,
     NotTrainedHere,
     Outcome,
-    Row,
+    SeenRow,
     Settings,
     Tool,
     as_flag,
@@ -202,7 +202,7 @@ def _has_images(config: Config) -> bool:
     return any(part in name for part in ("vl", "llava", "pixtral", "vision", "gemma3", "mossvl", "internvl"))
 
 
-def _seen(row: Row, config: Config) -> tuple[int, int]:
+def _seen(row: SeenRow, config: Config) -> tuple[int, int]:
     """A longer row is cut turn by turn, until the limit is reached."""
     limit, prompts, answers = config.whole("cutoff_len"), 0, 0
     for prompt, answer in _with_line_feeds(row.turns) if _ends_in_line_feed(config) else row.turns:

@@ -11,7 +11,7 @@ from finefit.importers.keys import (
     Key,
     NotTrainedHere,
     Outcome,
-    Row,
+    SeenRow,
     Settings,
     Tool,
     as_flag,
@@ -258,7 +258,7 @@ def _seed(value: Any, config: Config) -> Outcome:
     return translated({"seed": round(as_number(value, "seed", config.where))})
 
 
-def _seen(row: Row, config: Config) -> tuple[int, int]:
+def _seen(row: SeenRow, config: Config) -> tuple[int, int]:
     limit = config.whole("tokenizer.max_seq_len") or row.length
     return cut_at_the_end(row, limit, answers_only=not _trains_on_prompts(_sections(config)))
 

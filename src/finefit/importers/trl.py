@@ -10,7 +10,7 @@ from finefit.importers.keys import (
     Key,
     NotTrainedHere,
     Outcome,
-    Row,
+    SeenRow,
     Settings,
     Tool,
     as_flag,
@@ -172,7 +172,7 @@ def _evaluation(value: Any, config: Config) -> Outcome:
     return dropped("write the rows to validate on as data.validation", matters=False)
 
 
-def _seen(row: Row, config: Config) -> tuple[int, int]:
+def _seen(row: SeenRow, config: Config) -> tuple[int, int]:
     is_whole = (row.is_conversation and config.get("assistant_only_loss") in ("default", *OFF)) or _is_off(
         config, "completion_only_loss"
     )

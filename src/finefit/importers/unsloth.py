@@ -10,7 +10,7 @@ from finefit.importers.keys import (
     Key,
     NotTrainedHere,
     Outcome,
-    Row,
+    SeenRow,
     Settings,
     Tool,
     as_flag,
@@ -60,7 +60,7 @@ def _dataset(value: Any, config: Config) -> Outcome:
     return trl.dataset(value, config)
 
 
-def _seen(row: Row, config: Config) -> tuple[int, int]:
+def _seen(row: SeenRow, config: Config) -> tuple[int, int]:
     is_whole = config.get("train_on_responses_only") in ("default", *OFF)
     limit = config.whole("max_length") or config.whole("max_seq_length")
     return cut_at_the_end(row, limit, answers_only=not is_whole)

@@ -7,13 +7,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from finefit.drafts.data_file import DataFile
+from finefit.drafts.data_file import InspectedData
 from finefit.drafts.from_data import Choices, Proposal
 from finefit.report.layout import GUTTER, duration, hanging, plural, print_lines, visible
 from finefit.report.plan import RunPlan, plan_document
 
 
-def show_data(found: DataFile, console: Console) -> None:
+def show_data(found: InspectedData, console: Console) -> None:
     mapping = ", ".join(f"{use} = {column}" for use, column in found.mapping.items())
     rows = plural(found.rows, "row") + ("" if found.is_whole else " at the beginning, of more")
     lines = [("data", found.path), ("", f"read as {found.shape}: {mapping}"), ("", rows)]
@@ -56,7 +56,7 @@ def _show(lines: Sequence[tuple[str, str]], console: Console) -> None:
 
 
 def draft_document(
-    found: DataFile, chosen: Choices, proposals: Sequence[Proposal], *, written: str, plan: RunPlan | None
+    found: InspectedData, chosen: Choices, proposals: Sequence[Proposal], *, written: str, plan: RunPlan | None
 ) -> dict[str, Any]:
     """`plan`: None if the model's files and shape are not known here."""
     data = {key: value for key, value in asdict(found).items() if key not in ("bytes", "fields")}

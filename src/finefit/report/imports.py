@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from finefit.drafts.from_config import Compared, Imported
+from finefit.drafts.from_config import ComparedCounts, Imported
 from finefit.importers.translate import Line, grouped
 from finefit.report.layout import hanging, print_lines, table, visible
 from finefit.spec.load import inline
@@ -70,7 +70,7 @@ def _shown(value: object, most: int) -> str:
     return words if len(words) <= most else f"{words[: most - 3]}..."
 
 
-def _compared(found: Compared, tool: str, console: Console) -> Iterator[Text]:
+def _compared(found: ComparedCounts, tool: str, console: Console) -> Iterator[Text]:
     rows = [
         {
             "": Text(name),

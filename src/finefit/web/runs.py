@@ -22,7 +22,7 @@ from finefit.report.layout import duration
 from finefit.report.run import format_memory
 from finefit.report.stage_summary import summary_lines
 from finefit.spec.pipeline import needs
-from finefit.web.training import Document, RecordReader, Training, stamp_of
+from finefit.web.training import Document, RecordReader, WatchedTraining, stamp_of
 
 TICK_SECONDS = 1.0
 _MAX_OPEN = 60
@@ -35,13 +35,13 @@ class NoSuchRun(Exception):
     """Neither the run nor the stage is among those that the page shows."""
 
 
-class OpenRun:
+class WatchedRun:
     """One run directory, its stages, and the training or evaluation of each that was looked at."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.run = name, RunDir(path)
         self.records = RecordReader()
-        self._trainings: dict[Path, Training] = {}
+        self._trainings: dict[Path, WatchedTraining] = {}
         self._documents: dict[str, bytes] = {}
         self._read_at: dict[str, float] = {}
         self._needs_stamp: tuple[int, int] | None = None
@@ -70,13 +70,13 @@ class OpenRun:
                 return b"{}"
             return await run_in_threadpool(training.series.thinned, first, last, num_points)
 
-    def training(self, stage: str) -> Training | None:
+    def training(self, stage: str) -> WatchedTraining | None:
         """None for a stage that neither trains nor evaluates."""
         place = self._place(stage)
         if place is None or not is_run(place):
             return None
         if place not in self._trainings:
-            self._trainings[place] = Training(RunDir(place), self.records)
+            self._trainings[place] = WatchedTraining(RunDir(place), self.records)
         return self._trainings[place]
 
     def act(self, action: Action, stage: str) -> None:
@@ -208,8 +208,8 @@ class Runs:
         self._only = None if self.folder is not None else open_any_run(target).path
         if self.folder is not None and not self.names():
             raise RunError(f"{target} holds no run directory", "name a run directory, or the folder that holds them")
-        self._open: dict[str, OpenRun] = {}
-        self._listed: dict[str, OpenRun] = {}
+        self._open: dict[str, WatchedRun] = {}
+        self._listed: dict[str, WatchedRun] = {}
         """Of the list alone, which reads no curves: a long one closes no run that somebody looks at."""
 
     @property
@@ -229,7 +229,7 @@ class Runs:
         found = {name: stamp for name, stamp in stamps.items() if stamp is not None}
         return sorted(found, key=lambda name: found[name], reverse=True)
 
-    def open(self, name: str) -> OpenRun:
+    def open(self, name: str) -> WatchedRun:
         """Those that were asked for last stay open."""
         is_known = name in self._open and is_run(self._open[name].run.path)
         if not is_known and name not in self.names():
@@ -240,8 +240,8 @@ class Runs:
             self._open.pop(next(iter(self._open)))
         return found
 
-    def _new(self, name: str) -> OpenRun:
-        return OpenRun(name, self._only or Path(self.folder or "", name))
+    def _new(self, name: str) -> WatchedRun:
+        return WatchedRun(name, self._only or Path(self.folder or "", name))
 
     def path_of(self, name: str) -> Path:
         """Of `run`, or of `run/stage`; absolute, so that it is never taken for an option of a command."""
@@ -256,7 +256,7 @@ class Runs:
         self._listed = {name: before.get(name) or self._new(name) for name in self.names()}
         return [self._line(run) for run in self._listed.values()]
 
-    def _line(self, run: OpenRun) -> Document:
+    def _line(self, run: WatchedRun) -> Document:
         name, record = run.name, run.records.read(run.run.run, Run)
         if record is None:
             return {"name": name, "status": "damaged", "note": next(iter(run.records.problems.values()), "")}

@@ -72,13 +72,13 @@ def stamp_of(path: Path) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PageAnswer:
     level: Literal["good", "warn", "bad", "wait"]
     text: str
     more: str = ""
 
 
-class Training:
+class WatchedTraining:
     """One training or evaluation, whose run directory is read again and again."""
 
     def __init__(self, run: RunDir, records: RecordReader) -> None:
@@ -172,38 +172,40 @@ class Training:
             "components": forecast.components,
         }
 
-    def _learning(self) -> Answer:
+    def _learning(self) -> PageAnswer:
         series = self.series
         smoothed, first, validations = series.steps.last("smoothed_loss"), series.first_loss, series.validations
         if smoothed is None or first is None:
             done = series.reference and f"reference of {series.reference[0]:,} of {series.reference[1]:,} pairs"
-            return Answer(level="wait", text="No step yet", more=done or "")
+            return PageAnswer(level="wait", text="No step yet", more=done or "")
         fell = f"loss {first:.3f} at first, {smoothed:.3f} now"
         losses = validations.values.get("validation_loss")
         if losses is not None and len(losses) > 1:
             lowest = min(range(len(losses)), key=lambda at: losses[at] if losses[at] == losses[at] else float("inf"))
             if lowest == len(losses) - 1:
-                return Answer(level="good", text="Yes: validation is at its lowest", more=f"{losses[-1]:.4f}; {fell}")
+                return PageAnswer(
+                    level="good", text="Yes: validation is at its lowest", more=f"{losses[-1]:.4f}; {fell}"
+                )
             found = f"{losses[lowest]:.4f} at step {validations.steps[lowest]}, {losses[-1]:.4f} now; {fell}"
-            return Answer(level="warn", text="Validation no longer falls", more=found)
+            return PageAnswer(level="warn", text="Validation no longer falls", more=found)
         if smoothed < _FALLEN * first:
-            return Answer(level="good", text="Yes: the loss falls", more=fell)
-        return Answer(level="wait", text="Not clear yet", more=fell)
+            return PageAnswer(level="good", text="Yes: the loss falls", more=fell)
+        return PageAnswer(level="wait", text="Not clear yet", more=fell)
 
-    def _memory(self, stage: Stage, forecast: Forecast | None) -> Answer:
+    def _memory(self, stage: Stage, forecast: Forecast | None) -> PageAnswer:
         peak = self.peak_bytes()
         planned = f"{gib(stage.predicted_bytes)} planned"
         measured = f"peak {gib(peak)}" if peak else "not measured yet"
         if forecast is None:
-            return Answer(level="wait", text=planned, more=measured)
+            return PageAnswer(level="wait", text=planned, more=measured)
         room = f"{gib(forecast.budget_bytes)} on {forecast.card}"
         if rescued := sum(event.kind == "oom_recovered" for event in self.series.events):
             more = f"{plural(rescued, 'step')} repeated; {measured} of {room}; {planned}"
-            return Answer(level="warn", text="It ran out and went on", more=more)
+            return PageAnswer(level="warn", text="It ran out and went on", more=more)
         if peak is None:
-            return Answer(level="good" if forecast.fits else "bad", text=f"{planned} of {room}", more=measured)
+            return PageAnswer(level="good" if forecast.fits else "bad", text=f"{planned} of {room}", more=measured)
         level: Literal["good", "bad"] = "good" if peak <= forecast.budget_bytes else "bad"
-        return Answer(
+        return PageAnswer(
             level=level, text=f"{gib(peak)} of {gib(forecast.budget_bytes)}", more=f"{planned}; {forecast.card}"
         )
 
@@ -216,23 +218,23 @@ class Training:
         pace = self.series.step_seconds
         return None if pace is None else pace * (stage.total_steps - self.series.step)
 
-    def _end(self, stage: Stage, forecast: Forecast | None, eta: float | None, *, is_running: bool) -> Answer:
+    def _end(self, stage: Stage, forecast: Forecast | None, eta: float | None, *, is_running: bool) -> PageAnswer:
         step = f"step {self.series.step:,} of {stage.total_steps:,}"
         planned = forecast and forecast.total_seconds
         plan = f"{duration(planned)} planned in all" if planned else ""
         if evaluating := describe_evaluating(self.where):
-            return Answer(level="good", text=f"{step}, then evaluation", more=evaluating.words)
+            return PageAnswer(level="good", text=f"{step}, then evaluation", more=evaluating.words)
         result = self._records.read(self.where.result, StageResult)
         if self.series.step >= stage.total_steps:
             took = f"{duration(result.seconds)} since its last start" if result else ""
-            return Answer(level="good", text="Trained", more="; ".join(filter(None, (step, took))))
+            return PageAnswer(level="good", text="Trained", more="; ".join(filter(None, (step, took))))
         if not is_running:
-            return Answer(level="bad", text="It does not run", more=step)
+            return PageAnswer(level="bad", text="It does not run", more=step)
         if eta is None:
-            return Answer(level="wait", text="Not known yet", more="; ".join(filter(None, (step, plan))))
+            return PageAnswer(level="wait", text="Not known yet", more="; ".join(filter(None, (step, plan))))
         clock = time.strftime("%H:%M" if eta < 43200 else "%a %d %b %H:%M", time.localtime(time.time() + eta))
         more = "; ".join(filter(None, (step, plan)))
-        return Answer(level="good", text=f"In {duration(eta)}, at {clock}", more=more)
+        return PageAnswer(level="good", text=f"In {duration(eta)}, at {clock}", more=more)
 
     def _checkpoints(self) -> list[Document]:
         folder = self.where.checkpoints
@@ -296,7 +298,7 @@ def _when(every: Period, step: int, stage: Stage) -> str:
     return f"at step {min((step // count + 1) * count, stage.total_steps):,}"
 
 
-def _best(results: Sequence[EvalResult], checkpoints: Sequence[Document]) -> Answer:
+def _best(results: Sequence[EvalResult], checkpoints: Sequence[Document]) -> PageAnswer:
     """By the first task's main metric, else by validation loss."""
     trained = [one for one in results if one.task == results[0].task and one.checkpoint != "base"] if results else []
     if trained:
@@ -308,14 +310,16 @@ def _best(results: Sequence[EvalResult], checkpoints: Sequence[Document]) -> Ans
         more = f"{best.task} {name} {low} to {high}"
         if base is not None and name in base.metrics:
             more += f"; base {format_value(metric, base.metrics[name].value)}"
-        return Answer(level="good", text=f"{best.checkpoint}: {value}", more=more)
+        return PageAnswer(level="good", text=f"{best.checkpoint}: {value}", more=more)
     for one in checkpoints:
         if "best" in one["names"]:
             loss = one["validation_loss"]
-            return Answer(level="good", text=one["name"], more="" if loss is None else f"validation loss {loss:.4f}")
+            return PageAnswer(
+                level="good", text=one["name"], more="" if loss is None else f"validation loss {loss:.4f}"
+            )
     if checkpoints:
-        return Answer(level="wait", text=checkpoints[-1]["name"], more="the newest; nothing has compared them yet")
-    return Answer(level="wait", text="Nothing is saved yet")
+        return PageAnswer(level="wait", text=checkpoints[-1]["name"], more="the newest; nothing has compared them yet")
+    return PageAnswer(level="wait", text="Nothing is saved yet")
 
 
 def _first_score(results: Sequence[EvalResult]) -> str:
@@ -379,7 +383,7 @@ def is_wrong(item: EvalItem) -> bool:
     return item.failure is not None or next(iter(item.scores.values()), 1.0) < 1.0
 
 
-def _answer(answer: Answer) -> Document:
+def _answer(answer: PageAnswer) -> Document:
     return {"level": answer.level, "text": answer.text, "more": answer.more}
 
 

@@ -20,7 +20,7 @@ from finefit.artifacts.rundir import RunDir
 from finefit.errors import FinefitError, RunError
 from finefit.spec import Part
 from finefit.web.linked_pages import FILE_OPTIONS, LinkedPages
-from finefit.web.runs import TICK_SECONDS, Action, NoSuchRun, OpenRun, Runs, record_action
+from finefit.web.runs import TICK_SECONDS, Action, NoSuchRun, Runs, WatchedRun, record_action
 from finefit.web.server import (
     POLICY,
     STATIC_POLICY,
@@ -32,7 +32,7 @@ from finefit.web.server import (
     file_routes,
     login_route,
 )
-from finefit.web.training import Document, Training, is_wrong, item_document
+from finefit.web.training import Document, WatchedTraining, is_wrong, item_document
 
 _SCRIPTS = ("run.js", "runs.js", "charts.js", "page.js", "panels.js")
 _FILES = {f"/files/{name}": name for name in (*_SCRIPTS, "watch.css")} | {"/run/{name}": "run.html"}
@@ -62,7 +62,7 @@ class _Review(Part):
 
 def watch_app(runs: Runs, pages: LinkedPages, *, token: Token | None = None) -> Starlette:
 
-    def run_of(request: Request) -> OpenRun:
+    def run_of(request: Request) -> WatchedRun:
         return runs.open(request.path_params["name"])
 
     async def begin(_: Request) -> Response:
@@ -163,7 +163,7 @@ def watch_app(runs: Runs, pages: LinkedPages, *, token: Token | None = None) -> 
 
 
 async def _stream(
-    run: OpenRun, stage: str, streams: set[object], is_ending: Callable[[], bool]
+    run: WatchedRun, stage: str, streams: set[object], is_ending: Callable[[], bool]
 ) -> AsyncIterator[bytes]:
     """What is known at once, then each change. It ends after a while; a browser opens it again by itself."""
     sent, own = b"", object()
@@ -203,7 +203,7 @@ def _json(text: bytes) -> Response:
     return Response(text, media_type="application/json")
 
 
-def plan_document(training: Training | None, run: OpenRun, against: OpenRun | None) -> Document:
+def plan_document(training: WatchedTraining | None, run: WatchedRun, against: WatchedRun | None) -> Document:
     """What was asked and what was decided, each value with its source; and what another run was asked instead."""
     decided = training.decided() if training else {}
     values = [{"key": key, "value": one.value, "source": one.source} for key, one in decided.items()]
@@ -230,7 +230,7 @@ def _text_of(path: Path) -> str:
     return read_text(path) if is_there(path) else ""
 
 
-def _log_tail(run: OpenRun) -> str:
+def _log_tail(run: WatchedRun) -> str:
     if not is_there(run.run.log):
         return ""
     with open_file(run.run.log) as descriptor:
