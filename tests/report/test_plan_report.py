@@ -244,15 +244,16 @@ def test_a_table_of_cards_shows_the_change_that_a_card_alone_is_shown_first() ->
     assert text.splitlines()[2].endswith(" fits with tuning.base_bits=4")
 
 
-def test_a_long_wait_shows_card_candidate_and_time_and_how_many_cards_are_left() -> None:
+def test_a_long_wait_shows_card_candidate_and_time_and_what_is_left() -> None:
     now = 0.0
     line = PlanningLine("rehearsing", clock=lambda: now)
     assert str(line) == "rehearsing, 0 s"
-    for card, number in (("RTX 4090", 1), ("RTX 4090", 1), ("L4", 2), ("L4", 2)):
+    for at, card, number in ((0.0, "RTX 4090", 1), (5.0, "RTX 4090", 1), (15.0, "L4", 2), (15.0, "L4", 2)):
+        now = at
         line.note(PlanningProgress(card=card, number=number, num_cards=3, doing="micro_batch 4, recompute 12"))
     assert line.overdue() is None
-    now = 75.0
-    expected = "rehearsing for L4 (card 2 of 3), 1 min 15 s: candidate 2, micro_batch 4, recompute 12"
+    now = 25.0
+    expected = "rehearsing for L4 (card 2 of 3), 25 s, about 20 s left: candidate 2, micro_batch 4, recompute 12"
     assert (line.overdue(), line.overdue()) == (expected, None)
     assert line.__rich__().plain == expected
 

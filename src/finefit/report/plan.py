@@ -43,13 +43,15 @@ class PlanningLine:
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._what, self._clock = what, clock
-        self._began = self._said = clock()
+        self._began = self._said = self._card_began = clock()
         self._now: PlanningProgress | None = None
         self._num_candidates = 0
 
     def note(self, progress: PlanningProgress) -> None:
         is_same_card = self._now is not None and self._now.number == progress.number
         self._num_candidates = self._num_candidates + 1 if is_same_card else 1
+        if not is_same_card:
+            self._card_began = self._clock()
         self._now = progress
 
     def overdue(self) -> str | None:
@@ -65,7 +67,18 @@ class PlanningLine:
         if (now := self._now) is None:
             return f"{self._what}, {elapsed}"
         card = f"{now.card} (card {now.number} of {now.num_cards})" if now.num_cards > 1 else now.card
+        left = self._seconds_left(now)
+        if left is not None:
+            elapsed += f", about {duration(left) if left >= 60 else f'{left:.0f} s'} left"
         return f"{self._what} for {card}, {elapsed}: candidate {self._num_candidates}, {now.doing}"
+
+    def _seconds_left(self, now: PlanningProgress) -> float | None:
+        """As long for each card to come as for those before; later ones share rehearsals and are rather quicker. None
+        for the first card: how many candidates it takes is not known."""
+        if now.number == 1:
+            return None
+        each = (self._card_began - self._began) / (now.number - 1)
+        return max(0.0, each * (now.num_cards - now.number + 1) - (self._clock() - self._card_began))
 
     def __rich__(self) -> Text:
         return Text(str(self), no_wrap=True, overflow="ellipsis")
