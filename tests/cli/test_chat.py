@@ -68,6 +68,15 @@ def test_answers_are_those_of_the_runs_evaluation(finished: Path, chat: Chat) ->
     assert plain.out == "".join(f"{text}\n" for text in wanted.values())
 
 
+def test_weights_that_are_not_those_of_the_training_do_not_answer(finished: Path, chat: Chat) -> None:
+    weights = finished / RUN / STAGE / "checkpoints/final/adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    answer = chat(["hello"], f"{RUN}:final")
+    assert answer.code == 2
+    assert "does not verify" in answer.err
+
+
 def test_compare_answers_with_the_adapter_off_as_the_base_does(finished: Path, chat: Chat) -> None:
     tuned, base = _scored(finished, "checkpoint-12"), _scored(finished, "base")
     assert tuned != base

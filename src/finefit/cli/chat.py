@@ -49,6 +49,7 @@ def chat(
         from finefit.artifacts.rundir import names_checkpoint
         from finefit.cli.chat_session import ChatSession, converse, open_screen
         from finefit.export.chat import ChatHistory, GgufSpeaker, Sampling, Speaker, open_speaker
+        from finefit.export.requirements import require_as_trained
         from finefit.export.subject import open_subject
         from finefit.model.load import quiet
         from finefit.run.eval_subjects import refuse_what_has_not_run
@@ -61,6 +62,7 @@ def chat(
         else:
             refuse_what_has_not_run(target.rpartition(":")[0] if names_checkpoint(target) else target, Path("runs"))
             subject = open_subject(model_folder(target), target=target, base=base)
+            require_as_trained(subject)
             speaker, name = open_speaker(subject, device=device), subject.name
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     session = ChatSession(speaker, ChatHistory(system), sampling, open_screen(as_json=as_json))

@@ -45,7 +45,7 @@ def require_as_trained(subject: ExportSubject) -> None:
         return
     checkpoint = external.weights or external.resolved.folder
     if found := problems(checkpoint, with_state=False):
-        raise RunError(f"{checkpoint.name} does not verify: {'; '.join(found)}", "export another checkpoint")
+        raise RunError(f"{checkpoint.name} does not verify: {'; '.join(found)}", "name another checkpoint")
     stage = read_record(where.stage, Stage)
     base = moved(stage.model, lambda path: str((where.run / path).resolve()))
     if external.weights is None or external.model != base or starting_adapter(stage.tuning, where.run) is not None:
