@@ -9,9 +9,9 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/finefit demo
 
-# What every push must hold. Work stealing keeps both cores busy to the end; JOBS=4 uses four.
+# What every push must hold, and which tests took longest. Work stealing keeps both cores busy to the end; JOBS=4 uses four.
 JOBS ?= 2
-TESTS := $(BIN)/python -m pytest -p no:cacheprovider -n $(JOBS) --dist worksteal
+TESTS := $(BIN)/python -m pytest -p no:cacheprovider -n $(JOBS) --dist worksteal --durations 20 --durations-min 10
 test: lint
 	$(TESTS) -m "not gpu and not twin and not slow"
 
